@@ -2,7 +2,7 @@
 
 $ python examples/hello.py
 24 passes; 1 slots, 4864 bytes
-# Net: training   stage=3 world=4 on cpu-box   memory: regions as ATen   peak 39.2 KiB a rank
+# Net: training   stage=3 world=4 on cpu-box   memory: regions as ATen   peak 39.2 KiB per rank
 step   0  loss 14.4
 step  50  loss 0.0
 step 100  loss 0.0

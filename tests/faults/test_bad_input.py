@@ -85,12 +85,12 @@ def line_of(words: str) -> int:
 @pytest.mark.parametrize(
     ("name", "words", "at"),
     [
-        ("of_one_argument", "has 1 arguments, and Net.forward takes (x, y): missing", ""),
-        ("of_another_name", "has 1 arguments, labels=, and Net.forward takes (x, y): ", ""),
+        ("of_one_argument", "example call with 1 argument. Net.forward takes (x, y): missing", ""),
+        ("of_another_name", "call with 1 argument, labels=. Net.forward takes (x, y): ", ""),
         ("of_other_columns", "must have same reduction dim, but got [2, 5] X [4, 4]", ""),
         ("that_fails", "its forward raised LookupError at {}: no such head", "raise LookupError"),
         ("that_raises", "the function raised JSONDecodeError at {}: ", "json.loads"),
-        ("that_needs", "the function needs width, and nothing but an argument named device is", ""),
+        ("that_needs", "with the arguments width. Only an argument named device is", ""),
     ],
 )
 @pytest.mark.parametrize("command", [["memory"], ["predict", "--hardware", "dgx-h100"]])
@@ -105,8 +105,8 @@ def test_models_that_cannot_be_built_or_called(
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("def build(:\n", "{}:1 is no Python: invalid syntax"),
-        ("import nowhere_at_all\n", "it needs 'nowhere_at_all', which is missing"),
+        ("def build(:\n", "has a syntax error at {}:1: invalid syntax"),
+        ("import nowhere_at_all\n", "needs the module 'nowhere_at_all', which is not installed"),
         ("\nsize = 1 / 0\n", "raised ZeroDivisionError at {}:2: division by zero"),
         ("raise SystemError\n", "raised SystemError at {}:1: "),
     ],
@@ -152,12 +152,12 @@ def test_more_ranks_than_a_machine_without_a_network_has(
     for command in ("predict", "search"):
         where = ["--hardware", "cpu-box", "--world", "4"]
         text = said(capsys, command, f"{model}:build", *where)
-        assert "one node of 2 devices without a network, and the world is 4 ranks; give at" in text
+        assert "one node of 2 devices without a network. The world is 4 ranks. Give at" in text
     program = zerofx.capture(nn.Linear(4, 4), (torch.zeros(2, 4),))
     for given, world in ((program, 4), (zerofx.rewrite(program, None, 4), 1)):
         with pytest.raises(PlanError, match="the world is 4 ranks"):
             zerofx.predict(given, hardware="cpu-box", world_size=world)
-    with pytest.raises(PlanError, match="got Linear; capture a model first"):
+    with pytest.raises(PlanError, match="Capture a model first"):
         zerofx.predict(nn.Linear(4, 4), hardware="cpu-box")  # type: ignore[arg-type]
 
 
@@ -182,7 +182,7 @@ def test_hardware_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         text = said(capsys, "predict", f"{model}:build", "--hardware", str(path))
         assert words in text and str(path) in text
     text = said(capsys, "search", f"{model}:build", "--hardware", "dgxh100")
-    assert "unknown hardware 'dgxh100'; did you mean 'dgx-h100'? known are cpu-box, " in text
+    assert "unknown hardware 'dgxh100'. Did you mean 'dgx-h100'? Give cpu-box, " in text
 
 
 def net() -> nn.Module:

@@ -52,7 +52,7 @@ def test_a_killed_rank_leaves_its_record(pool: Pool, tmp_path: Path) -> None:
     found = postmortem(tmp_path)
     (world,) = found.worlds
     assert [r.rank for r in world.suspects] == [1] and not world.missing
-    assert "rank 1 (process" in world.verdict and "ended without a word" in world.verdict
+    assert "rank 1 (process" in world.verdict and "ended without an error: killed" in world.verdict
     survivor, lost = world.records
     assert survivor.reached == (2, 2) and lost.reached == (2, 1)
     assert LABEL in survivor.reason and str(lost.process) in survivor.reason

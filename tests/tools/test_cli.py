@@ -88,7 +88,7 @@ def test_the_plan_of_a_ds_config(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert zerofx.Plan.load(out) == wanted
     for wrong, message in (
         (("--from", str(config)), "bf16.enabled = 'auto'"),
-        ((*ran[1:], "--target", "x:y"), "leave out"),
+        ((*ran[1:], "--target", "x:y"), "Leave out"),
         ((), "--from ds_config.json"),
     ):
         with pytest.raises(SystemExit):
@@ -112,19 +112,19 @@ def test_an_emitted_directory_is_a_model(
     ("argv", "words"),
     [
         (["memory", "nowhere:x"], "no module 'nowhere'"),
-        (["memory", "nothing"], "give package.module:function"),
+        (["memory", "nothing"], "Give package.module:function"),
         (["memory", "absent.py:f"], "absent.py does not exist"),
-        (["memory", STACK.replace(":stack", ":stock")], "has no function 'stock'; it has"),
-        (["memory", STACK.replace(":stack", ":Stack")], "return (module, args, kwargs)"),
-        (["memory", "hf:absent/config.json"], "no such file"),
+        (["memory", STACK.replace(":stack", ":stock")], "Did you mean 'stack'?"),
+        (["memory", STACK.replace(":stack", ":Stack")], "Return (module, args, kwargs)"),
+        (["memory", "hf:absent/config.json"], "hf:absent/config.json does not exist"),
         (["memory", STACK, "--set", "stgae=2"], "did you mean 'stage'"),
-        (["memory", STACK, "--set", "stage"], "write key=value"),
+        (["memory", STACK, "--set", "stage"], "Write key=value"),
         (["memory", STACK, "--stage", "4"], "stage"),
         (["memory", STACK, "--machine", "abacus"], "unknown hardware 'abacus'"),
         (["memory", STACK, "--plan", "absent.yaml"], "absent.yaml"),
         (["dump", STACK, "--pass", "prefetch"], "no pass is named 'prefetch'"),
         (["dump", STACK, "--level", "all"], "dump level 'all' is unknown"),
-        (["diff", STACK], "say what is different"),
+        (["diff", STACK], "Add --to stage=2"),
     ],
 )
 def test_mistakes_end_with_one_line_and_status_1(

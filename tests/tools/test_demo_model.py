@@ -176,7 +176,7 @@ def test_options_are_fields_with_types():
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--steps", "3"], "--steps 3 is too few; give at least 4"),
+        (["--steps", "3"], "--steps 3 is too few. Give at least 4"),
         (["--heads", "5"], "width 128 is not a multiple of heads 5"),
         (["--stage", "4"], "stage"),
         (["--kernels", "indctor"], "inductor"),

@@ -82,10 +82,12 @@ def test_opens_without_network_or_errors(chromium: Browser, page: Path) -> None:
     assert chromium.errors() == []
     asked = chromium.requests()
     assert page.as_uri() in asked
-    # chrome: is its own first tab
-    assert {url.split(":")[0] for url in asked} <= {"file", "data", "chrome"}, asked
+    # chrome: and chrome-untrusted: are its own first tab
+    assert {url.split(":")[0] for url in asked} <= {"file", "data", "chrome", "chrome-untrusted"}, (
+        asked
+    )
     facts = said(chromium, "facts")
-    assert "peak memory a rank" in facts and "step, measured, rank 0" in facts
+    assert "peak memory per rank" in facts and "fits" in facts and "step, measured, rank 0" in facts
     filled = chromium.run(
         "return [lanes, memory].map((c) => new Set(new Uint32Array(c.getContext('2d')"
         ".getImageData(0, 0, c.width, c.height).data.buffer)).size)"
@@ -187,7 +189,7 @@ def test_tabs(chromium: Browser, tmp_path: Path) -> None:
 
 def test_legends_have_words(chromium: Browser, page: Path, tmp_path: Path) -> None:
     chromium.open(page)
-    assert said(chromium, "kinds").startswith("forwardbackward")
+    assert said(chromium, "kinds").startswith("forward computebackward compute")
     assert "than predicted)" in said(chromium, "legend")  # the line of what was measured
     assert "peak memory, measured, rank 0" in said(chromium, "facts")
     column = chromium.run(
@@ -199,7 +201,14 @@ def test_legends_have_words(chromium: Browser, page: Path, tmp_path: Path) -> No
     pixels = [sum(column[k : k + 3]) for k in range(0, len(column), 4)]
     assert min(pixels) < 250, pixels  # a dark line where it was measured
     chromium.open(zerofx.rewrite(zerofx.capture(*stack()), PLAN, 4).view(tmp_path / "page.html"))
-    assert said(chromium, "verbs") == "AG all-gatherRS reduce-scatterb3 bucket 3"
+    assert said(chromium, "verbs") == (
+        "AG all-gatherRS reduce-scatterb3 bucket 3layer 3 mm unit and its most expensive operator"
+        "+ 28 identical layers that are folded; click to open"
+    )
+    assert chromium.run("return document.getElementById('folded').offsetWidth") == 0
+    chromium.run("fold.click()")
+    assert chromium.run("return document.getElementById('folded').offsetWidth") > 0
+    chromium.run("fold.click()")
     shown = chromium.run(
         "return [...new Set(D.tracks.flatMap((t) => t.bars).map((b) => b.kind))]"
         ".filter((k) => k !== 'region' && k !== 'transfer').map((k) => KINDS[k])"
@@ -310,3 +319,22 @@ def test_many_layers(chromium: Browser, tmp_path: Path) -> None:
     chromium.run("panel.querySelector('tr.layer').click()")
     assert chromium.run("return panel.querySelectorAll('tr').length") > 5 * rows
     assert chromium.errors() == []
+
+
+def test_labels_and_the_device_are_explained(chromium: Browser, tmp_path: Path) -> None:
+    """Accumulated gradients name a step several times; a small device does not fit."""
+    plan = {**PLAN, "offload": {"optimizer": "cpu"}, "persist_below": 0}
+    found = zerofx.rewrite(zerofx.capture(*stack()), plan, 4)
+    small = {"base": "cpu-box", "device_memory_bytes": 4096}
+    hardware = tmp_path / "small.json"
+    hardware.write_text(json.dumps(small))
+    chromium.open(found.view(tmp_path / "page.html", hardware=hardware))
+    assert "does not fit" in said(chromium, "facts") and "missing" in said(chromium, "facts")
+    assert chromium.run("return document.querySelectorAll('#facts .bad').length") == 1
+    chromium.run("goTo(inOrder.find((b) => / AG b1$/.test(b.name)))")
+    assert "all-gather of bucket 1" in said(chromium, "tip")
+    again = chromium.run("return nameInWords({ name: 'backward pack b2 (3)' })")
+    assert again == "bucket 2, number 3 of this name in a step"
+    used = chromium.run("return new Set(D.tracks.flatMap((t) => t.bars).map(colour)).size")
+    kinds = chromium.run("return new Set(D.tracks.flatMap((t) => t.bars).map(toneOf)).size")
+    assert used == kinds > 5 and chromium.errors() == []

@@ -141,7 +141,7 @@ def test_a_finished_program_keeps_its_plan() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(PlanError, match="did you mean 'dgx-h100'"):
+    with pytest.raises(PlanError, match="Did you mean 'dgx-h100'"):
         zerofx.predict(TARGET, hardware="dgx-h10")
     with pytest.raises(PlanError, match="no rate for matrix products in bf16"):
         zerofx.predict(TARGET, {"precision": "bf16"}, hardware="dgx2-v100-32gb")

@@ -59,7 +59,7 @@ def test_a_broken_step_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (lambda: nn.Linear(2, 2), "that zerofx.compile returned, got Linear"),
+        (lambda: nn.Linear(2, 2), "was given a Linear that is not compiled"),
         (lambda: zerofx.compile(Stack(), ATEN), "0 steps ran in the block, of which warmup=1"),
     ],
 )
@@ -71,7 +71,7 @@ def test_refusals(model: Any, text: str) -> None:
 def test_blocks_do_not_nest() -> None:
     _, model, _ = train(1, False)
     with (
-        pytest.raises(RecordingError, match="recorded already"),
+        pytest.raises(RecordingError, match="records this model already"),
         zerofx.record(model, warmup=0),
         zerofx.record(model),
     ):

@@ -44,7 +44,7 @@ def test_files_that_are_no_recordings_are_named(tmp_path: Path) -> None:
         "fields.json": (b'{"recording": [{"format": 2}]}', "model"),
         "trace.json.gz": (
             trace.read_bytes(),
-            "a trace for Perfetto, which shows a step",
+            "a trace for Perfetto, which cannot be read back",
         ),
     }
     for name, (data, why) in spoilt.items():

@@ -24,17 +24,20 @@ from zerofx.tools.targets import Target
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"hardware": "dgx-h10"}, "unknown hardware 'dgx-h10'; did you mean 'dgx-h100'?"),
-        ({"global_samples": 7}, "7 samples cannot be divided among 4 ranks; the nearest is 8"),
+        ({"hardware": "dgx-h10"}, "unknown hardware 'dgx-h10'. Did you mean 'dgx-h100'?"),
+        (
+            {"global_samples": 7},
+            "7 samples per step cannot be divided among 4 ranks. Give 8, the nearest",
+        ),
         (
             {"batch_tokens": 64},
-            "64 tokens is less than a sample of 512 on each of 4 ranks; give 2,048",
+            "64 tokens per step are less than a sample of 512 on each of 4 ranks. Give 2,048",
         ),
-        ({"global_samples": 8, "batch_tokens": 64}, "in samples or in tokens, not in both"),
+        ({"global_samples": 8, "batch_tokens": 64}, "is given in samples and in tokens"),
         ({"plan": {"stag": 3}}, "unknown plan field 'stag'"),
         (
             {"plan": {"shard_axis_size": 3}},
-            "search: no plan can be: Plan.shard_axis_size = 3 does not divide the world of 4",
+            "search: no valid plan exists: Plan.shard_axis_size = 3 does not divide the world of 4",
         ),
     ],
 )
@@ -59,7 +62,7 @@ def test_without_tokens_samples_are_counted() -> None:
     assert best["samples_per_s"] == pytest.approx(8e6 / view.best.step_us)
     assert f"{view.best.samples_per_s:,.0f} samples/s" in view.to_yaml()
     assert " us " in str(view) and "0.0 ms" not in str(view)  # a step of less than a millisecond
-    with pytest.raises(PlanError, match="100 tokens was asked for, and no input of 'images'"):
+    with pytest.raises(PlanError, match="100 tokens per step are given, and no input of 'images'"):
         zerofx.search(images(), hardware="dgx-h100", world_size=2, batch_tokens=100)
 
 
@@ -75,7 +78,7 @@ def test_tokens_that_are_no_multiple_are_rounded_aloud() -> None:
 
     assert notes(128) == ()
     (note,) = notes(200)
-    assert "200 tokens a step were asked for and 128 are taken: 2 samples of 64" in note
+    assert "200 tokens per step were given and 128 are used: 2 samples of 64" in note
 
 
 class FixedBatch(nn.Module):
@@ -99,9 +102,12 @@ def test_micro_batches_that_a_model_does_not_take_are_left_out() -> None:
     space = space_of(family, small_h100(), global_samples=8)
     search = Search(family, space, Bounds(family, small_h100(), 2, space.plainest))
     halved = next(c for c in space.choices() if c.samples == 2)
-    assert search.exactly(halved) is None and "2 samples in place of" in search.refused[halved]
+    assert (
+        search.exactly(halved) is None
+        and "with 2 samples. Its example call" in search.refused[halved]
+    )
     assert {o.choice.samples for o in search.run().priced} == {4}
-    message = "'fixed' is not captured with 8 samples in place of its example call's 4, .*[.]py:"
+    message = "'fixed' cannot be captured with 8 samples. Its example call has 4, .*[.]py:"
     with pytest.raises(TargetError, match=message):
         zerofx.search(fixed(), hardware="dgx-h100", world_size=2, global_samples=16, plan=PLAIN)
 
@@ -114,14 +120,14 @@ def test_what_is_done_is_said() -> None:
     )  # fmt: skip
     passing = [what for what, is_passing in said if is_passing]
     assert any("capturing 'fixed', 4 samples" in what for what in passing)
-    assert "1 plans priced" in passing
+    assert "1 plan priced" in passing
     assert any(
         "the fastest within 78.5 GiB a device" in what for what, passed in said if not passed
     )
 
 
 def test_a_call_without_samples_is_refused() -> None:
-    with pytest.raises(TargetError, match="no tensor with a dimension of samples"):
+    with pytest.raises(TargetError, match="an example call without a batch dimension"):
         zerofx.search(Target("odd", nn.Linear(2, 2), (), {}), hardware="dgx-h100")
 
 
@@ -135,11 +141,11 @@ def test_devices_are_read_as_people_write_them() -> None:
         found = read_devices(text)
         assert (found[0], found[1].name) == (ranks, name)
     for text, message in (
-        ("8x A100", "could be dgx-a100-40gb or dgx-a100-80gb; say which"),
-        ("H100", 'write how many of what, for example "8x H100"'),
-        ("0x H100", "write how many of what"),
+        ("8x A100", "A100 is dgx-a100-40gb or dgx-a100-80gb. Write one"),
+        ("H100", 'Write a number and a name, such as "8x H100"'),
+        ("0x H100", "Write a number and a name"),
         ("8x K80", "unknown hardware 'K80'"),
-        ("8x H10", r"unknown hardware 'H10'; did you mean 'dgx-h100'\? known are cpu-box, "),
+        ("8x H10", r"unknown hardware 'H10'\. Did you mean 'dgx-h100'\? Give cpu-box, "),
     ):
         with pytest.raises(PlanError, match=message):
             read_devices(text)
@@ -169,4 +175,4 @@ def test_the_command_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert isinstance(Plan.load(out), Plan)
     with pytest.raises(SystemExit):
         main(["plan-for", "2x H100", "--target", f"{target}:build", "--out", "plan.txt"])
-    assert "must end in .yaml or .yml" in capsys.readouterr().err
+    assert "Give a name that ends in .yaml or .yml" in capsys.readouterr().err

@@ -132,7 +132,7 @@ def _dropout() -> Target:
 
 def test_draws_of_each_rank_cannot_be_drawn_again(pool: Pool) -> None:
     for text in pool.run(2, drops, 2):
-        assert "drops draws random numbers, and each of 2 ranks has a stream" in text
+        assert "drops draws random numbers. Each of 2 ranks has a stream" in text
     assert "equal within" in drops(1)
 
 
@@ -164,7 +164,7 @@ def test_islands_are_tried_and_listed(capsys: pytest.CaptureFixture[str], tmp_pa
     )
     model = f"{source}:gated"
     said = run(capsys, "verify", model, "--world", "1", *PLAN, status=1)
-    assert "gated.py:8" in said and "as an island, which no proof reaches into" in said
+    assert "gated.py:8" in said and "as an island, which cannot be proved" in said
     (found,) = run_json(capsys, "verify", model, "--world", "1", "--run", *PLAN, "--steps", "1")
     assert found["is_equal"]
     (island,) = found["islands"]
@@ -183,8 +183,8 @@ def test_a_difference_ends_with_status_1(
         cli.main(["verify", STACK, "--run", *PLAN])
     assert ended.value.code == 1
     assert (
-        "DIFFERS: gradient head.weight[1, 3] in step 2: 4 where plain training has 8 (relative "
-        "error of the whole 5.0e-01)" in capsys.readouterr().out
+        "DIFFERS: gradient head.weight[1, 3] in step 2 is 4; plain training has 8 (relative "
+        "error of the tensor: 5.0e-01)" in capsys.readouterr().out
     )
 
 
@@ -195,7 +195,7 @@ def test_what_cannot_be_tried(
         "import torch\n"
         "def far():\n    return torch.nn.Linear(2, 2, device='meta'), (torch.ones(1, 2),), {}\n"
     )
-    with pytest.raises(TargetError, match="far is on the meta device, and nothing can be trained"):
+    with pytest.raises(TargetError, match="far is on the meta device, without weights to train"):
         ranks.run(Settings(f"{tmp_path}/far.py:far", {}))
     offload = {"optimizer": "cpu", "delayed": True}
     delayed = {"update": "in-backward", "offload": offload}

@@ -29,8 +29,8 @@ def test_identical_layers_are_summed_and_the_worst_comes_first() -> None:
     assert (layers.predicted_us, layers.measured_us, layers.off_us) == (7.0, 13.0, 6.0)
     assert (head.name, head.count, head.off_us) == ("head 2", 1, 1.0)
     lines = pair_lines([layers, head], seen.name)
-    assert "largest differences to measured, rank 0" in lines[0]
-    assert lines[1].split()[:5] == ["7", "us", "13", "us", "0.54"] and "and 1 alike" in lines[1]
+    assert "largest differences from measured, rank 0" in lines[0]
+    assert lines[1].split()[:5] == ["7", "us", "13", "us", "0.54"] and "and 1 equal" in lines[1]
 
 
 def test_what_one_track_lacks_is_left_out() -> None:

@@ -87,13 +87,13 @@ def test_where_no_plan_fits_the_closest_and_its_ranks_are_named() -> None:
     assert isinstance(out, WayOut) and out.plan is None and out.closest is not None
     text = "\n".join(out.lines())
     assert "no plan that fits was found for this world" in text
-    assert "closest is: " in text and " missing" in text and "more ranks do not help" in text
+    assert "the closest plan: " in text and " missing" in text and "more ranks do not help" in text
     assert out.to_dict()["closest"]["missing_bytes"]["each device"] > 0
 
 
 def test_a_device_smaller_than_what_the_framework_takes() -> None:
     text = str(predicted(gpt(), WIDE, with_memory(-(512 * MIB)), 4))
-    assert ", 0 B there" in text and "no other plan could be looked at" not in text
+    assert ", 0 B there" in text and "no other plan could be tried" not in text
 
 
 def test_what_the_loop_holds_counts_for_the_nearest_plan() -> None:
@@ -126,7 +126,7 @@ def test_a_model_without_samples_is_predicted_all_the_same(tmp_path: Path) -> No
     out = view.way_out
     assert isinstance(out, WayOut) and not view.fits
     assert out.problem and out.to_dict()["problem"] == out.problem
-    assert "no other plan could be looked at: " in str(view)
+    assert "no other plan could be tried: " in str(view)
 
 
 def test_budgets_and_patterns_do_not_stop_the_answer() -> None:
@@ -145,4 +145,4 @@ def test_a_finished_program_has_no_other_plan() -> None:
     program = zerofx.rewrite(gpt(), {"stage": 0}, 2)
     view = zerofx.predict(program, hardware=with_memory(MIB))
     assert not view.fits and view.way_out is None
-    assert "this program is finished: zerofx search on its model" in str(view)
+    assert "its plan is fixed; run zerofx search on its model" in str(view)

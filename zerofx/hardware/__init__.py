@@ -1,4 +1,4 @@
-"""Hardware: node types and their networks as data, each figure with its source."""
+"""Hardware: node types and their networks as data; each figure has a source."""
 
 from zerofx.hardware.curve import Curve
 from zerofx.hardware.description import (
@@ -11,7 +11,7 @@ from zerofx.hardware.description import (
     write_hardware,
 )
 
-Machine = Hardware  # its name of before
+Machine = Hardware  # its former name
 
 __all__ = [
     "DEFAULT",

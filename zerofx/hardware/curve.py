@@ -1,4 +1,4 @@
-"""Curves: what was measured at some sizes, and what to expect between them."""
+"""Curves: measurements at some sizes, with interpolation between them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from zerofx.plan.fields import nearest, refuse
 
 V = TypeVar("V")
 
-# The first part of a curve's name: what x is, what the value is, and what the other parts name.
+# The first part of a curve's name -> the meaning of x, of the value, and of the other parts.
 KINDS = {
     "matmul": "operations of one matrix product -> share of dense_flops_per_s; .FORMAT",
     "convolution": "samples x pixels of the result, with as many channels in as out -> share of "
     "dense_flops_per_s; .FORMAT.PASS.WINDOW.CHANNELS",
     "attention": "operations of one attention -> share of dense_flops_per_s; .FORMAT",
     "memory": "bytes an op reads and writes -> share of memory_bytes_per_s; .KIND.KERNELS",
-    "heavy": "elements of exponentials and the like in one op -> elements a us; .KERNELS",
-    "pool": "elements in all windows of one pooling -> elements a us; .KERNELS",
-    "crowd": "ranks of a node that compute at once -> times what one alone takes for its regions",
-    "call": "regions with next to no work (parameters of a step) -> us a call; .GRAPH.WORLD",
+    "heavy": "elements of exponentials and the like in one op -> elements per us; .KERNELS",
+    "pool": "elements in all windows of one pooling -> elements per us; .KERNELS",
+    "crowd": "ranks of a node that compute at once -> time of regions relative to one alone",
+    "call": "regions with almost no work (parameters of a step) -> us per call; .GRAPH.WORLD",
     "all_gather": "bytes of a full bucket -> us from launch to delivery; .ALGORITHM.WORLD",
     "reduce_scatter": "the same, without the sum; .ALGORITHM.WORLD",
     "all_reduce": "the same, without the sum; .ALGORITHM.WORLD",
     "broadcast": "the same; .ALGORITHM.WORLD",
-    "beside": "bytes of a full bucket -> us that compute beside it loses; .COLLECTIVE.WORLD",
+    "beside": "bytes of a full bucket -> us that overlapping compute loses; .COLLECTIVE.WORLD",
     "arrival": "bytes of a reduced slice -> us of its sum over ranks; .WORLD",
     "host_copy": "bytes of one copy -> share of host_link_bytes_per_s",
     "nvme_read": "bytes of one request -> share of nvme_read_bytes_per_s",
     "nvme_write": "bytes of one request -> share of nvme_write_bytes_per_s",
     "host_update": "elements of one flat slice -> share of host_update_elements_per_s",
 }
-# Kinds whose whole name is read: a format, a pass, a window, channels, ranks side by side.
+# Kinds whose whole name is parsed: format, pass, window, channels, ranks at once.
 _SPELLED = {
     "convolution": re.compile(r"\w+\.(forward|input|weight)\.(1x1|3x3)\.[1-9]\d*(\.[1-9]\d*)?")
 }
@@ -75,7 +75,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def at(self, x: float) -> float:
-        """Return the value at `x`; beyond the ends that of the end: for shares."""
+        """Return the value at `x`, constant beyond the ends; for shares."""
         first, last = self.points[0], self.points[-1]
         if x <= first[0]:
             return first[1]
@@ -87,13 +87,13 @@ class Curve:
         return v0 * (v1 / v0) ** part
 
     def time_at(self, x: float) -> float:
-        """Return the value at `x`, in proportion to `x` beyond the last point: for times."""
+        """Return the value at `x`, in proportion to `x` beyond the last point; for times."""
         last_x, last_us = self.points[-1]
         return last_us * x / last_x if x > last_x else self.at(x)
 
 
 def read_curves(where: str, value: Any) -> Table[Curve]:
-    """Read `{name: [[x, value], ...]}`: known kinds, growing x, everything above 0."""
+    """Parse `{name: [[x, value], ...]}` with known kinds, growing x, and numbers above 0."""
     if not isinstance(value, Mapping):
         raise refuse(where, value, "is a mapping from names of curves to lists of points")
     for name in value:
@@ -103,7 +103,7 @@ def read_curves(where: str, value: Any) -> Table[Curve]:
         if kind in _SPELLED and not _SPELLED[kind].fullmatch(details):
             raise PlanError(
                 f"{where}: curve {name!r} is not named {kind}{KINDS[kind].rpartition(';')[2][1:]}, "
-                "as in convolution.fp32.forward.3x3.64; measure it again: zerofx doctor --calibrate"
+                "as in convolution.fp32.forward.3x3.64. Measure it: zerofx doctor --calibrate."
             )
     return Table({str(name): _curve(f"{where}[{name!r}]", v) for name, v in value.items()})
 

@@ -1,7 +1,7 @@
-"""Hardware: one node type and its network, with the sizes that a plan takes where it names none.
+"""Hardware: one node type and its network, with the default sizes of a plan.
 
-Planning and predicting read a description and never measure, so every rank, and a laptop, decides
-alike. Presets lie in `nodes/`; a file may build on one.
+Planning and predicting read a description and never measure, so that every rank, and a laptop,
+decides the same. Presets are in `nodes/`; a file may extend one.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _RATE = re.compile(r"([\d.]+)\s*([KMGTP]?)(?:i?B|FLOPS)?(?:/s)?", re.IGNORECASE)
 _SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 NODES = Path(__file__).parent / "nodes"
 
-# What is planned for where nothing is said: on paper, and on a device of that type.
+# The default hardware: for planning, and for a device of that type.
 DEFAULT = "cpu-box"
 DEFAULTS = {"cpu": DEFAULT, "cuda": "dgx-h100"}
-# Names of before, which `machine=` and files may still use.
+# Former names, which `machine=` and files may still use.
 OLD_NAMES = {"cpu-gloo": "cpu-box", "cuda-nccl": "dgx-h100"}
 
-# The sizes of a description that names none, by type of device.
+# Default sizes of a description, by type of device.
 SIZES: dict[str, dict[str, int]] = {
     "cpu": {
-        # A unit's small parameters travel in its flat buffer for nothing, and a unit that has
-        # nothing else is merged into a neighbour's bucket; keeping them apart would add one refresh
-        # and one reduction a step (GPT, 4 layers x 32 wide: 3 collectives a step against 5).
+        # Small parameters travel in the flat buffer of their unit at no cost. A unit with no others
+        # is merged into a neighbour's bucket. Keeping them apart would add a refresh and a
+        # reduction per step (GPT, 4 layers x 32 wide: 5 collectives per step instead of 3).
         "persist_below_bytes": 0,
         # gloo's cost per byte doubles from 4 to 16 MB (the buffers leave the caches); below 1 MB
         # the latency shows.
         "bucket_bytes": 4 * 2**20,
-        # A direct exchange posts 2 * (world - 1) messages and receives into world - 1 buffers: fine
-        # within one host, but above that they contend for one network port.
+        # A direct exchange posts 2 * (world - 1) messages and receives into world - 1 buffers. This
+        # works well within a host; between hosts they compete for one network port.
         "direct_exchange_max_world": 8,
         # Measured from 1 KiB to 16 MiB at 2 and 4 ranks: a direct gather is never slower, a direct
         # reduce 1.3 to 10 times faster, since gloo's reduce-scatter is an all-reduce of a copy.
@@ -69,34 +69,33 @@ SIZES: dict[str, dict[str, int]] = {
         "direct_reduce_min_bytes": 0,
         # A copy of 64 KiB takes about as long as its launch and its wait, some 10 us.
         "offload_min_bytes": 64 * 2**10,
-        # One unit ahead hides as much as two: transfers share the cores with compute.
+        # One unit ahead hides as much as two, since transfers share the cores with compute.
         "prefetch": 1,
     },
     "cuda": {
         # Like DeepSpeed's stage3_param_persistence_threshold (1e5 elements), but in bytes: norms
-        # and biases to 25,600 fp32 wide, a few MiB on the largest models.
+        # and biases up to 25,600 fp32 elements, a few MiB in the largest models.
         "persist_below_bytes": 100 * 2**10,
-        # At 25 GB/s (one 200 Gbit/s port a GPU) 64 MiB take 2.7 ms, so that launch and latency are
-        # under 2 % of a collective.
+        # At 25 GB/s (one 200 Gbit/s port per GPU) 64 MiB take 2.7 ms, so that launch and latency
+        # are under 2 % of a collective.
         "bucket_bytes": 64 * 2**20,
         "direct_exchange_max_world": 0,
         "direct_gather_min_bytes": 0,
         "direct_reduce_min_bytes": 0,
         # At 25 GB/s 1 MiB takes 40 us, four times what a launch and its events cost the host.
         "offload_min_bytes": 2**20,
-        # Transfers cost no compute, and a second unit ahead absorbs jitter between hosts.
+        # Transfers need no compute, and a second unit ahead absorbs jitter between hosts.
         "prefetch": 2,
     },
 }
-# What is said of a figure: names say what a thing is, curves and sources have entries of their own,
-# and sizes are choices.
+# Fields without a source: names, sizes (which are choices), and the tables of curves and sources.
 UNSOURCED = frozenset(
     {"name", "device", "device_type", "backend", "curves", "sources", *SIZES["cpu"]}
 )
 
 
 def rate(least: float, above: bool = False) -> Any:
-    """Read a rate a second: a number, or text like `300 GB/s`, `125 TFLOPS` (powers of 1000)."""
+    """Parse a rate per second: a number, or text such as `300 GB/s` (powers of 1000)."""
     number = real(least, above=above)
 
     def read(where: str, value: Any) -> float:
@@ -127,12 +126,12 @@ def _sources(where: str, value: Any) -> Table[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """A node type and the network between such nodes; rates are bytes or operations a second.
+    """A node type and the network between such nodes; rates are bytes or operations per second.
 
     name, device: the preset's name, the product's.
     device_type, backend: what `torch.device(...).type` and the process group are called.
 
-    Sizes, of a plan that names none:
+    Default sizes of a plan:
     persist_below_bytes: parameters of fewer bytes stay gathered.
     bucket_bytes: smaller units are merged into one collective up to this.
     direct_exchange_max_world: largest world whose gathers and reduces are direct exchanges,
@@ -140,28 +139,27 @@ class Hardware:
     offload_min_bytes: activations of fewer bytes stay on the device.
     prefetch: distance, in units.
 
-    Figures; those that are left out are those of the default hardware for the type of device:
-    devices_per_node: how many devices share the fast links, host memory and disks; a rank has one.
+    Figures; a missing one is that of the default hardware for the type of device:
+    devices_per_node: number of devices that share fast links, host memory and disks; one per rank.
     device_memory_bytes, memory_bytes_per_s: of one device.
-    dense_flops_per_s: of matrix products on paper, by format; a format that the device does not
-        multiply fast in is left out. A number is the same in every format.
-    node_link_bytes_per_s: between devices of a node, of one device, one way.
+    dense_flops_per_s: peak rate of matrix products, by format, without formats that the device does
+        not multiply fast. A single number is for every format.
+    node_link_bytes_per_s: between devices of a node, per device, one way.
     network_bytes_per_s: between nodes, all ports of one node, one way; 0 if there is none.
     node_latency_us, network_latency_us: of one hop within a node, between two nodes.
     host_memory_bytes, host_memory_bytes_per_s: of the whole node.
     host_link_bytes_per_s: between host and one device, one way.
-    node_host_link_bytes_per_s: the same of all devices of a node at once, which may share links.
-    nvme_bytes, nvme_read_bytes_per_s, nvme_write_bytes_per_s: of the whole node; 0 is none.
-    host_update_elements_per_s: parameters that Adam updates on the hosts of one node.
+    node_host_link_bytes_per_s: the same for all devices of a node at once, which may share links.
+    nvme_bytes, nvme_read_bytes_per_s, nvme_write_bytes_per_s: of the whole node; 0 if none.
+    host_update_elements_per_s: elements that Adam updates on the host of one node.
     launch_us: time of the host for one launch.
-    curves: what was measured by size. A name is a kind and its details, joined by dots, as in
+    curves: measurements by size. A name is a kind and its details, joined by dots, as in
         `matmul.bf16`, `memory.pointwise.inductor`, `all_gather.direct.2`; `curve.KINDS` lists the
         kinds with the meaning of x and of the value. Compute and copies are measured on one rank
-        alone, and under the same name and `.2` on two ranks of a node that do the same at once.
-        Shares are of the field that is named there, may exceed 1 (in caches) and stay what they are
-        beyond the ends (`Curve.at`); times grow in proportion to x beyond the last point
-        (`Curve.time_at`).
-    sources: where each figure is from, by field, and by name for curves.
+        alone, and under the same name with `.2` on two ranks of a node at once. Shares refer to the
+        field named there, may exceed 1 (in caches) and are constant beyond the ends (`Curve.at`);
+        times grow in proportion to x beyond the last point (`Curve.time_at`).
+    sources: the source of each figure, by field, and by name for curves.
 
     Raises:
         PlanError: a field is unknown, missing or out of range; the message names it.
@@ -207,7 +205,7 @@ class Hardware:
                 raise PlanError(f"Hardware.sources: unknown field {name!r}{nearest(name, known)}")
 
     def _complete(self) -> None:
-        """Take figures that are left out from the default hardware for the type of device."""
+        """Fill missing figures from the default hardware for the type of device."""
         left_out = [name for name in KNOWN_FIELDS if getattr(self, name) is None]
         if not left_out or self.device_type not in DEFAULTS:
             return
@@ -219,11 +217,11 @@ class Hardware:
         object.__setattr__(self, "sources", sources)
 
     def figures(self) -> list[str]:
-        """Name everything that needs a source: the fields that hold figures, and the curves."""
+        """Return the names that need a source: fields with figures, and curves."""
         return [name for name in KNOWN_FIELDS if name not in UNSOURCED] + list(self.curves)
 
     def curve(self, name: str) -> Curve | None:
-        """Return the curve of that name, None where nothing was measured."""
+        """Return the curve of that name, None if it was not measured."""
         return self.curves.get(name)
 
     def algorithm(
@@ -232,8 +230,8 @@ class Hardware:
         """Return how a bucket of `nbytes` (full) is gathered or reduced over `world_size` ranks.
 
         `"direct"`: each rank sends each other rank its part (batch_isend_irecv); `"native"`: the
-        backend's own collective. Both sum in rank order, so the choice never changes a bit. It is
-        a function of these arguments and this description alone, so that ranks agree on it.
+        backend's own collective. Both sum in rank order, so the choice never changes a bit. It
+        depends on these arguments and this description alone, so that all ranks agree.
         """
         least = self.direct_gather_min_bytes
         if collective == "reduce":
@@ -243,34 +241,34 @@ class Hardware:
         return "direct" if is_direct and nbytes >= least else "native"
 
     def check_world(self, world_size: int) -> None:
-        """Refuse more ranks than a node has devices where there is no network between nodes.
+        """Refuse more ranks than a node has devices if there is no network between nodes.
 
         Raises:
-            UnpricedError: naming both numbers.
+            UnpricedError: the world is too large; the message has both numbers.
         """
         if world_size > self.devices_per_node and not self.network_bytes_per_s:
             raise UnpricedError(
-                f"{self.name} is one node of {self.devices_per_node} devices without a network, "
-                f"and the world is {world_size} ranks; give at most {self.devices_per_node}, or a "
-                f"file with base: {self.name} and a network_bytes_per_s"
+                f"{self.name} is one node of {self.devices_per_node} devices without a network. "
+                f"The world is {world_size} ranks. Give at most {self.devices_per_node}, or a "
+                f"file with base: {self.name} and a network_bytes_per_s."
             )
 
     def check_format(self, compute: str) -> None:
-        """Refuse a format in which the device does not multiply, so that no time is known.
+        """Refuse a format without a rate for matrix products.
 
         Raises:
-            UnpricedError: naming the formats that it has.
+            UnpricedError: the format has none; the message names those that have one.
         """
         if compute not in self.dense_flops_per_s:
             known = ", ".join(self.dense_flops_per_s)
             raise UnpricedError(
-                f"{self.name} has no rate for matrix products in {compute}; it has {known}: "
-                f"choose one of them as precision, or add dense_flops_per_s[{compute!r}]"
+                f"{self.name} has no rate for matrix products in {compute}. It has {known}. "
+                f"Set precision to one of them, or add dense_flops_per_s[{compute!r}]."
             )
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Hardware:
-        """Return what plain values describe: what `to_dict` gives; sizes may be left out."""
+        """Return the hardware of plain values, as `to_dict` returns them; sizes are optional."""
         check_names("hardware", given, KNOWN_FIELDS)
         return cls(**with_sizes(given))
 
@@ -290,7 +288,7 @@ class Hardware:
 KNOWN_FIELDS = [field.name for field in dataclasses.fields(Hardware)]
 OPTIONAL = ("curves", "sources")
 MERGED = ("dense_flops_per_s", *OPTIONAL)
-# A file without a base says one of these: all figures, or all that planning reads.
+# A file without a base has one of these: all figures, or all that planning reads.
 COMPLETE = {
     "hardware": [n for n in KNOWN_FIELDS if n not in OPTIONAL and n not in SIZES["cpu"]],
     "machine": [f.name for f in dataclasses.fields(Hardware) if f.default is _REQUIRED],
@@ -298,12 +296,12 @@ COMPLETE = {
 
 
 def with_sizes(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with the sizes that are left out, which follow from the type of device."""
+    """Return the fields with default sizes for the type of device filled in."""
     return {**SIZES.get(str(given.get("device_type")), {}), **given}
 
 
 def default_hardware(device_type: str = "cpu") -> Hardware:
-    """Return what is planned for on such a device where nothing is said."""
+    """Return the default hardware for a type of device."""
     return _shipped(DEFAULTS[device_type])
 
 
@@ -312,8 +310,8 @@ def hardware_for(
 ) -> Hardware:
     """Return the hardware to plan for: the one given, else the default for `device`.
 
-    given: a description, a preset's name, or the path of a YAML or JSON file. It need not be of
-        the device's type: a laptop plans for GPUs.
+    given: a description, a preset's name, or the path of a YAML or JSON file. Its type of device
+        may differ, so that a laptop can plan for GPUs.
 
     Raises:
         PlanError: no such preset or file, or no default for this type of device.
@@ -323,15 +321,15 @@ def hardware_for(
     if given is not None:
         if not isinstance(given, (str, os.PathLike)):
             raise PlanError(
-                f"machine is of type {type(given).__name__}; give a Hardware, a preset's name "
-                f"({', '.join(hardware_names())}), a file, or None"
+                f"machine is of type {type(given).__name__}. Give a Hardware, a preset's name "
+                f"({', '.join(hardware_names())}), a file, or None."
             )
         return load_hardware(given, "machine")
     device_type = torch.device(device).type
     if device_type not in DEFAULTS:
         raise PlanError(
-            f"no machine preset for device type {device_type!r}; presets are "
-            f"{', '.join(hardware_names())}; pass machine= with one of them or a file"
+            f"there is no machine preset for device type {device_type!r}. Presets are "
+            f"{', '.join(hardware_names())}. Pass machine= with one of them or a file."
         )
     return default_hardware(device_type)
 
@@ -342,15 +340,14 @@ def hardware_names() -> list[str]:
 
 
 def load_hardware(name_or_path: str | os.PathLike[str], what: str = "hardware") -> Hardware:
-    """Return the preset of that name, or what a YAML or JSON file describes.
+    """Return the preset of that name, or the hardware that a YAML or JSON file describes.
 
-    `base: dgx-h100` in a file takes from that preset (or file, from the folder of this one) what
-    it leaves out; entries of `dense_flops_per_s`, `curves` and `sources` are added to the base's.
-    A file without a name has that of the file. What it changes without a source is said to be
-    given there. Without a base a file says all
-    figures or all that planning reads; sizes may be left out.
+    `base: dgx-h100` in a file fills missing fields from that preset, or from a file in the same
+    folder; entries of `dense_flops_per_s`, `curves` and `sources` are added to those of the base.
+    The name defaults to that of the file. A changed figure without a source gets the file as its
+    source. Without a base a file has all figures or all that planning reads; sizes are optional.
 
-    what: what errors call it: "hardware" or "machine".
+    what: its name in errors: "hardware" or "machine".
 
     Raises:
         PlanError: no such preset, or a field that is unknown, missing or out of range.
@@ -367,10 +364,10 @@ def _preset(name: str, what: str) -> Hardware:
     if name not in known and name not in OLD_NAMES:
         longer = [each for each in known if name and name.lower() in each]
         close = longer or difflib.get_close_matches(name, [*known, *OLD_NAMES], n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
+        hint = f" Did you mean {close[0]!r}?" if close else ""
         raise PlanError(
-            f"unknown {what} {name!r}; {hint}known are {', '.join(known)}, or give a file that "
-            "ends in .yaml, .yml or .json"
+            f"unknown {what} {name!r}.{hint} Give {', '.join(known)}, or a file that ends in "
+            ".yaml, .yml or .json."
         )
     return _shipped(OLD_NAMES.get(name, name))
 
@@ -383,12 +380,14 @@ def _shipped(name: str) -> Hardware:
 def _from_file(path: Path, above: tuple[Path, ...], what: str) -> Hardware:
     path = path.resolve()
     if path in above:
-        raise PlanError(f"{what} file {path} is a base of itself: {' -> '.join(map(str, above))}")
+        raise PlanError(
+            f"{what} file {path} is its own base: {' -> '.join(map(str, above))}. Remove a base."
+        )
     given = load_mapping(path, what)
     base = given.pop("base", None)
     try:
         check_names(what, given, KNOWN_FIELDS)
-        # A preset's sources are complete, and a test says so; a user's file need not name any.
+        # A preset's sources are complete, which a test checks; a user's file may have none.
         if path.parent != NODES.resolve():
             given["sources"] = {**_given_in(path, given), **_mapping("sources", given)}
         return Hardware(**_complete(path, given, base, (*above, path), what))
@@ -409,8 +408,8 @@ def _complete(
         missing = {form: [n for n in names if n not in given] for form, names in COMPLETE.items()}
         if all(missing.values()):
             raise PlanError(
-                f"leaves out {', '.join(missing[what])}; set them, or name a preset that has them: "
-                f"base: {hardware_names()[0]}"
+                f"leaves out {', '.join(missing[what])}. Set them, or name a preset that has them: "
+                f"base: {hardware_names()[0]}."
             )
         return with_sizes(given)
     if not isinstance(base, str):
@@ -433,7 +432,7 @@ def _mapping(name: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
-    """Write a YAML file that `load_hardware` reads back: a field, curve or source a line."""
+    """Write a YAML file that `load_hardware` reads back, one field, curve or source per line."""
     lines = []
     for name, value in hardware.to_dict().items():
         if not isinstance(value, dict):
@@ -444,11 +443,13 @@ def write_hardware(hardware: Hardware, path: str | os.PathLike[str]) -> None:
     try:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"hardware file {path} cannot be written: {error.strerror}") from error
+        raise PlanError(
+            f"hardware file {path} cannot be written: {error.strerror}. Choose another path."
+        ) from error
 
 
 def _plain(value: Any) -> str:
-    """Write one value on one line; YAML takes a number with an exponent for text without a dot."""
+    """Return a value on one line; to YAML a number with an exponent but no dot is text."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_plain, value)) + "]"
     if isinstance(value, float):

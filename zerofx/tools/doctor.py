@@ -1,4 +1,4 @@
-"""zerofx doctor: try, on this machine, what compiling and training need."""
+"""zerofx doctor: check that this machine can compile and train."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from zerofx.runtime.regions.keys import cache_dir
 
 OLDEST, NEWEST = (2, 11), (2, 13)  # of torch: what pyproject.toml allows
 STORE_ROUNDS = 200
-SLOW_STORE_US = 2000.0  # agreement asks the store twice a step
+SLOW_STORE_US = 2000.0  # agreement accesses the store twice per step
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check: whether it is well, what was found, and what to do if it is not.
+    """The result of one check, with a remedy if it failed.
 
-    is_needed: training on this machine's devices cannot do without.
+    is_needed: training on this machine's devices needs it.
     """
 
     name: str
@@ -103,7 +103,7 @@ class _Tiny(nn.Module):
 
 
 def _capture(name: str) -> Finding:
-    """Capture and rewrite a model: what uses torch's private tracing."""
+    """Capture and rewrite a model, which uses torch's private tracing."""
     began = time.perf_counter()
     program = zerofx.rewrite(capture(_Tiny(), (torch.zeros(2, 4),)), {"stage": 3}, 2)
     nodes = sum(len(gm.graph.nodes) for gm in program.graphs.values())
@@ -119,14 +119,16 @@ def _training(name: str) -> Finding:
     model(x).backward()
     grad = model.get_parameter("inner.weight").grad
     if grad is None or not torch.equal(torch.as_tensor(grad), expected):
-        raise DoctorError("a compiled step does not give eager's gradient")
+        raise DoctorError("a compiled step gives another gradient than eager PyTorch. Report it.")
     return Finding(name, True, "one step gives eager's gradient, bit for bit")
 
 
 def _compiler(name: str) -> Finding:
     """Compile a region with Inductor, as kernels='inductor' does."""
     if problem := inductor_problem():
-        return Finding(name, False, problem, "kernels fall back to ATen", is_needed=False)
+        return Finding(
+            name, False, problem, "regions run as ATen; install a C++ compiler", is_needed=False
+        )
     began = time.perf_counter()
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
@@ -144,7 +146,7 @@ def _triton(name: str) -> Finding:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        remedy = "CUDA kernels need it: pip install triton"
+        remedy = "CUDA kernels need it; run pip install triton"
         return Finding(name, False, "not installed", remedy, torch.cuda.is_available())
     return Finding(name, True, version, is_needed=False)
 
@@ -169,7 +171,7 @@ def _backends(name: str) -> Finding:
 
 
 def _latency(name: str) -> Finding:
-    """Time the store that ranks agree through."""
+    """Time the store by which ranks compare their calls."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, timeout=timedelta(seconds=10))
     began = time.perf_counter()
     for i in range(STORE_ROUNDS):
@@ -177,7 +179,9 @@ def _latency(name: str) -> Finding:
         store.get("probe")
     each_us = (time.perf_counter() - began) / STORE_ROUNDS * 1e6
     found = f"{each_us:.0f} us to write and read back, on this host"
-    return Finding(name, each_us < SLOW_STORE_US, found, "the host is busy", is_needed=False)
+    return Finding(
+        name, each_us < SLOW_STORE_US, found, "the host is busy; try again later", is_needed=False
+    )
 
 
 def _cache(name: str) -> Finding:
@@ -187,7 +191,12 @@ def _cache(name: str) -> Finding:
         probe.write(b"zerofx")
     free = shutil.disk_usage(root).free
     found = f"{root}, private, {format_bytes(free)} free"
-    return Finding(name, free > 2**30, found, "regions of large models take some 100 MiB")
+    return Finding(
+        name,
+        free > 2**30,
+        found,
+        "the regions of a large model need about 100 MiB; free some space",
+    )
 
 
 CHECKS: dict[str, Callable[[str], Finding]] = {

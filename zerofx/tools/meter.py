@@ -29,23 +29,23 @@ Numbers = dict[str, float | int | None]
 
 
 def meter(model: nn.Module, hardware: Hardware | str | os.PathLike[str] | None = None) -> Meter:
-    """Return what counts a compiled model's steps: see `Meter`."""
+    """Return a meter of a compiled model's steps; see `Meter`."""
     return Meter(model, hardware)
 
 
 class Meter:
-    """Counts what a compiled model computes, and how long its steps take.
+    """Operations, throughput and memory of a compiled model, step by step.
 
         meter = zerofx.meter(model, hardware="dgx-h100")
         for batch in loader:
             train(batch)
             log(meter.step(samples=len(batch), tokens=batch.numel()))
 
-    It adds no synchronisation: on a GPU the seconds are those of the host, which launches ahead, so
-    that single steps may look faster or slower than they are; their mean does not.
+    It adds no synchronisation. On a GPU the seconds are those of the host, which launches ahead, so
+    that a single step may seem faster or slower than it is; the mean over many steps is right.
 
-    model: what `zerofx.compile` returned.
-    hardware: what the rate for MFU comes from; without it there is no MFU.
+    model: a model that `zerofx.compile` returned.
+    hardware: provides the rate for MFU; without it there is no MFU.
 
     Raises:
         ArgumentError: the model is not compiled.
@@ -58,8 +58,8 @@ class Meter:
         self._own: Any = model.__dict__.get(SLOT) if isinstance(model, nn.Module) else None
         if self._own is None:
             raise ArgumentError(
-                f"zerofx.meter was given a {type(model).__name__} that is not compiled. Give what "
-                "zerofx.compile returned"
+                f"zerofx.meter was given a {type(model).__name__} that is not compiled. Pass the "
+                "model that zerofx.compile returned."
             )
         if isinstance(hardware, (str, os.PathLike)):
             hardware = load_hardware(hardware)
@@ -78,16 +78,16 @@ class Meter:
     def step(self, *, samples: int = 0, tokens: int = 0) -> Numbers:
         """Return the numbers since the last call, or since the meter was made.
 
-        samples, tokens: of this rank. Rates are those of all ranks if they feed alike.
+        samples, tokens: of this rank. Rates are those of all ranks if each feeds as many.
 
-        step: counts calls of this. seconds: since the last. samples_per_s, tokens_per_s: of all
+        step: number of this call. seconds: since the last one. samples_per_s, tokens_per_s: of all
         ranks. model_flops: operations of this rank's matrix products, convolutions and attention,
-        without what is computed again. flops_per_s: of this rank. mfu: the share of the hardware's
+        without recomputation. flops_per_s: of this rank. mfu: the share of the hardware's
         rate on paper, None without a hardware. wait_share: the share of the time for which the host
         waited for collectives; on a GPU it launches ahead and waits for none, so None.
-        skipped_steps: of fp16, for a gradient that overflowed. peak_bytes: the device's since the
-        meter's last step, None on a CPU. predicted_bytes: the largest peak that is predicted for a
-        program that has run, at the largest sizes that it is made for.
+        skipped_steps: fp16 steps skipped because a gradient overflowed. peak_bytes: the device's
+        since the last step, None on a CPU. predicted_bytes: the largest predicted peak of the
+        programs that have run, at the largest sizes that they serve.
         """
         now, began = time.perf_counter(), time.thread_time()
         seconds = now - self._began
@@ -114,21 +114,21 @@ class Meter:
 
     @staticmethod
     def loggable(numbers: Numbers) -> dict[str, float]:
-        """Return those of the numbers that are there, as loggers take them: `zerofx/<name>`."""
+        """Return the numbers that are not None under names for loggers: `zerofx/<name>`."""
         return {f"zerofx/{k}": v for k, v in numbers.items() if v is not None and k != "step"}
 
     @property
     def rank(self) -> int:
-        """This process among those that train the model."""
+        """The rank of this process among those that train the model."""
         return int(self._world.rank)
 
     @property
     def own_us(self) -> float:
-        """The microseconds of processor time that a step of the meter takes, without pricing."""
+        """Microseconds of processor time per step of the meter, without pricing programs."""
         return 1e6 * self._own_s / max(1, self._step)
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._own.engine.tally = None
 
     def _peak_bytes(self) -> int:
@@ -203,7 +203,7 @@ def _points(program: Planned, name: str, hint: int) -> list[int]:
 
 
 def _weights(grid: list[int], size: float) -> list[float]:
-    """Return how much each point of a grid counts at a size (Lagrange's polynomials)."""
+    """Return the weight of each point of a grid at a size (Lagrange's polynomials)."""
     return [
         math.prod((size - other) / (point - other) for other in grid if other != point)
         for point in grid

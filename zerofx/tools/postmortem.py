@@ -1,4 +1,4 @@
-"""zerofx doctor --postmortem: what happened to a job, from the flight records of its ranks."""
+"""zerofx doctor --postmortem: how a job ended, by the flight records of its ranks."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class FlightRecord:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """The last call that it began, and its last collective."""
+        """The last call and the last collective that the rank began."""
         call = max((e.call for e in self.events), default=0)
         return call, max((e.launch for e in self.events), default=0)
 
@@ -83,7 +83,7 @@ class FlightRecord:
 
     @property
     def last(self) -> str:
-        """What it began last, in words."""
+        """The last call or collective that the rank began, as text."""
         if not self.events:
             return "began no call"
         event = self.events[-1]
@@ -101,18 +101,20 @@ def read_record(path: Path) -> FlightRecord:
     """Read the record of one rank.
 
     Raises:
-        DoctorError: it is no flight record, or is damaged; names the file.
+        DoctorError: the file is no flight record or is damaged; the message names it.
     """
     try:
         if not path.is_file() or path.stat().st_size > _MOST_BYTES:
-            raise DoctorError(f"{path} is no flight record: it is no file, or too large for one")
+            raise DoctorError(
+                f"{path} is no flight record: it is no file, or too large. Name a job's folder."
+            )
         data = path.read_bytes()
     except OSError as error:
         raise DoctorError(f"{path} cannot be read: {error.strerror or error}") from error
     try:
         head = _checked(json.loads(data[:HEAD_BYTES]), _HEAD)
         if head.pop("format") != FORMAT:
-            raise ValueError("another format than this version of zerofx reads")
+            raise ValueError("this version of zerofx does not read its format")
         said = data[HEAD_BYTES : HEAD_BYTES + REASON_BYTES].strip(b"\0 \n")
         reason = _checked(json.loads(said), _REASON) if said else {}
     except (ValueError, RecursionError) as error:
@@ -123,7 +125,7 @@ def read_record(path: Path) -> FlightRecord:
         try:
             events += [Event(**_checked(json.loads(line), _EVENT))] if line else []
         except (ValueError, RecursionError):
-            continue  # the one that was being written when the process ended
+            continue  # it was being written when the process ended
     events.sort(key=lambda e: e.event)
     head["ranks"], head["command"] = tuple(head["ranks"]), tuple(head["command"])
     return FlightRecord(path=path, **head, **reason, events=tuple(events))
@@ -157,27 +159,27 @@ def _checked(found: Any, fields: dict[str, schema.Form]) -> dict[str, Any]:
     return {name: found[name] for name in fields}
 
 
-# -- What happened ---------------------------------------------------------------------------------
+# -- The report of a job ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class WorldReport:
-    """The ranks of one compiled model: who was lost first, and where all of them were."""
+    """The ranks of one compiled model: the ones that failed first, and the last call of each."""
 
     records: tuple[FlightRecord, ...]
 
     @property
     def missing(self) -> list[int]:
-        """The ranks of which there is no record."""
+        """The ranks without a record."""
         have = {r.rank for r in self.records}
         return [rank for rank in range(self.records[0].size) if rank not in have]
 
     @property
     def suspects(self) -> list[FlightRecord]:
-        """The ranks in which the reason lies, as far as the records tell.
+        """The ranks that caused the failure, as far as the records tell.
 
-        Those that raised something of their own, else those that vanished; of these, and of those
-        that all gave up on each other, the ones that had come least far.
+        Ranks that raised an error of their own, else ranks that vanished, else ranks that all gave
+        up on each other; of these the ones whose last call is the earliest.
         """
         for state in (_RAISED, _VANISHED, _RUNS, _GAVE_UP):
             found = [r for r in self.records if r.state == state]
@@ -192,7 +194,7 @@ class WorldReport:
 
     @property
     def verdict(self) -> str:
-        """Say in a few sentences what happened."""
+        """The cause of the failure in a few sentences."""
         if self.missing and not any(r.state == _RAISED for r in self.records):
             lacks = name_ranks(self.missing, "has", "have")
             return (
@@ -202,8 +204,8 @@ class WorldReport:
         suspects = self.suspects
         if not suspects:
             return (
-                "All ranks had come equally far, and each waited for another: the transfer itself "
-                "did not finish. Look at the network."
+                "All ranks had reached the same collective, and its transfer did not finish. "
+                "Check the network."
             )
         first = suspects[0]
         names = " and ".join(r.name for r in suspects[:4])
@@ -212,8 +214,8 @@ class WorldReport:
             return f"{names}: {reason}. The others waited for it."
         if first.state == _VANISHED:
             return (
-                f"{names} ended without a word: killed from outside (SIGKILL, or SIGTERM by a "
-                "launcher), out of memory (see dmesg), or a crash in native code. Before that it "
+                f"{names} ended without an error: killed from outside (SIGKILL, or SIGTERM by a "
+                "launcher), out of memory (see dmesg), or crashed in native code. Before that it "
                 f"{first.last}."
             )
         return (
@@ -246,7 +248,7 @@ class WorldReport:
 
 
 def _main_stack(record: FlightRecord) -> list[str]:
-    """Return the innermost lines of the main thread that are neither torch's nor zerofx's."""
+    """Return the innermost lines of the main thread outside torch and zerofx."""
     stack = next(iter(record.stacks.values()), [])
     theirs = [line for line in stack if not re.search(r"/(torch|zerofx)/[^ ]*\.py:", line)]
     return (theirs or stack)[-_SHOWN_FRAMES:]
@@ -254,7 +256,7 @@ def _main_stack(record: FlightRecord) -> list[str]:
 
 @dataclass(frozen=True)
 class Postmortem:
-    """What the records of one job say: print it, or take `to_dict()` for JSON."""
+    """The report of one job: print it, or take `to_dict()` for JSON."""
 
     job: str
     worlds: tuple[WorldReport, ...]
@@ -281,7 +283,7 @@ class Postmortem:
 def postmortem(folder: Path) -> Postmortem:
     """Read the records of a job.
 
-    folder: the job's, or one with the folders of several, of which the newest is read.
+    folder: of the job, or one with the folders of several jobs, of which the newest is read.
 
     Raises:
         DoctorError: there are no records that can be read.
@@ -291,8 +293,8 @@ def postmortem(folder: Path) -> Postmortem:
         jobs = [f for f in _entries(folder) if f.is_dir() and _records_in(f)]
         if not jobs:
             raise DoctorError(
-                f"{folder} has no flight records (rank-*.jsonl). A rank that ends well removes its "
-                "own; the warning of a rank that gave up names the folder"
+                f"{folder} has no flight records (rank-*.jsonl). A rank that ends without an error "
+                "removes its own. Name the folder from the warning of a rank that gave up."
             )
         paths = _records_in(max(jobs, key=lambda f: max(p.stat().st_mtime for p in _records_in(f))))
     records, damaged = [], []

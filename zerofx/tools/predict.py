@@ -1,4 +1,4 @@
-"""Predict a step before it runs: memory, time and what limits it, for any hardware and world."""
+"""Predict a step before it runs: memory and time, for any hardware and world."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from zerofx.tools.targets import Target, own_errors, resolve
 from zerofx.tools.views.memory import shown
 from zerofx.tools.views.prediction import BetterCuts, PipelineView, PredictionView
 
-WHOLE = "place"  # the last pass that looks at the whole model, behind which stages are cut
-GAIN = 0.02  # of the longest stage's time: what other cuts must save to be named
+WHOLE = "place"  # the last pass on the whole model, after which pipeline stages are cut
+GAIN = 0.02  # share of the longest stage's time that other cuts must save
 
 
 def predict(
@@ -52,30 +52,31 @@ def predict(
     basis: str = ATEN,
     says: Says = silent,
 ) -> PredictionView | PipelineView:
-    """Return what one step of a training loop holds and takes; nothing is run or allocated.
+    """Return the memory and time of one step of a training loop; nothing is run or allocated.
 
-    target: a captured or a finished program, or what the command line takes: `package:function`,
+    target: a captured or a finished program, or as on the command line: `package:function`,
         `file.py:function`, `hf:config.json`, an emitted directory. A finished program keeps its
         plan and world.
     hardware: a description, a preset's name (`zerofx.hardware.hardware_names()`), or a file.
     batch, seq: of an `hf:` model's call.
-    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync.
-    clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
+    accumulation, no_sync: backward passes per step, and whether all but the last run under
+        no_sync(). clips: the loop clips the global norm. optimizer_bytes: of optimizer state per
+        element.
     keeps_results: the loop holds all results until the step, not the loss alone.
-    basis: what regions are counted as in memory: "aten", op by op, or "compiled", as Inductor
-        compiles them; those that the cache lacks are compiled then.
-    says: told what is done next, and whether that is of interest until the next thing only.
+    basis: how memory inside regions is counted: "aten", op by op, or "compiled", as Inductor
+        compiles them; regions that the cache lacks are compiled.
+    says: called with the next action, and whether it is of interest until the following one only.
 
-    Of a plan with a pipeline it is the step of all stages together, a `PipelineView`: the call is
-    that of a micro-batch, of which a step has as many as the plan says ("auto": four a stage), and
-    what each stage holds, works and waits is told.
+    For a plan with a pipeline the result is a `PipelineView`, the step of all stages together: the
+    call is that of a micro-batch, of which a step has as many as the plan has ("auto": four per
+    stage). It has the memory, busy time and idle time of each pipeline stage.
 
-    Where the plan does not fit, `view.way_out` is the nearest plan that does: it is looked for when
-    it is first asked for or printed, among a bounded number of plans.
+    If the plan does not fit, `view.way_out` is the nearest plan that does. It is searched when it
+    is first read or printed, among a bounded number of plans.
 
     Raises:
         PlanError: the hardware is unknown or does not multiply in the plan's format; a plan was
-            given for a finished program; or the plan cannot be.
+            given for a finished program; or the plan is not valid.
     """
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     checked = as_plan(plan)
@@ -106,16 +107,16 @@ def predict(
 
 
 def predict_program(target: str, plan: PlanLike, **options: Any) -> PredictionView:
-    """Return what `predict` does of a plan whose model is one program.
+    """Return the prediction for a plan without a pipeline, whose model is one program.
 
     Raises:
-        PlanError: as `predict`; or the plan has a pipeline, which has a program for each stage.
+        PlanError: as `predict`; or the plan has a pipeline, which has a program per stage.
     """
     size = as_plan(plan).parallel.pipeline
     if size > 1:
         raise PlanError(
-            f"Plan.parallel.pipeline = {size}: this compares or shows a single program, and a "
-            "pipeline has one for each stage; `zerofx predict` shows all of them together"
+            f"Plan.parallel.pipeline = {size} has a program per pipeline stage, and this command "
+            "shows a single one. Use `zerofx predict`, which shows all of them together."
         )
     found = predict(target, plan, **options)
     assert isinstance(found, PredictionView)
@@ -126,9 +127,9 @@ def _of_pipeline(
     captured: Program, setting: Setting, clips: bool, basis: str, optimizer_bytes: int,
     keeps_results: bool,
 ) -> PipelineView:  # fmt: skip
-    """Return what a step of all stages of a pipeline holds and takes."""
+    """Return the memory and time of a step of all stages of a pipeline."""
     size = setting.plan.parallel.pipeline
-    whole = run(captured, setting, WHOLE, proof=Proof.END)  # what all stages begin with
+    whole = run(captured, setting, WHOLE, proof=Proof.END)  # shared by all stages
     programs = [
         resume(whole, replace(setting, position=position), WHOLE) for position in range(size)
     ]
@@ -149,7 +150,7 @@ def _of_pipeline(
 
 
 def _better_cuts(found: PipelineForecast, units: Sequence[Sequence[str]]) -> BetterCuts | None:
-    """Return cuts by which the longest stage computes less; None where none gains much."""
+    """Return cuts that shorten the longest pipeline stage, None if none gains much."""
     weights = {unit: 0.0 for own in units for unit in own}
     for stage in found.stages:
         for span in stage.timeline.spans:
@@ -168,20 +169,20 @@ def _better_cuts(found: PipelineForecast, units: Sequence[Sequence[str]]) -> Bet
 def _source(
     target: str | Target | Program, has_plan: bool, batch: int, seq: int
 ) -> Target | Program:
-    """Return the model that was named, or the captured or finished program that was given."""
+    """Return the named model, or the given captured or finished program."""
     if isinstance(target, str) and Path(target).is_dir():
         target = load_program(target)
     if not isinstance(target, (str, Target, Program)):
         raise PlanError(
-            f"predict takes a captured program or a target such as 'file.py:function', got "
-            f"{type(target).__name__}; capture a model first: "
-            "zerofx.predict(zerofx.capture(model, args), plan, hardware=..., world_size=...)"
+            f"predict was given a {type(target).__name__}. It takes a captured program, or a name "
+            "such as 'file.py:function'. Capture a model first: "
+            "zerofx.predict(zerofx.capture(model, args), plan, hardware=..., world_size=...)."
         )
     if isinstance(target, Program):
         if isinstance(target, Planned) and target.is_laid_out and has_plan:
             raise PlanError(
                 f"the program of {target.model_name} is finished for world {target.world_size}: "
-                "its plan is settled; leave out the plan, or give the captured program"
+                "its plan is fixed. Leave out the plan, or give the captured program."
             )
         return target
     return target if isinstance(target, Target) else resolve(target, batch, seq)
@@ -189,7 +190,7 @@ def _source(
 
 def _captured(named: Target, plan: Plan) -> Captured:
     options = capture_options(plan)
-    if plan.parallel.pipeline > 1:  # whose backward begins before the call returns
+    if plan.parallel.pipeline > 1:  # its backward begins before the call returns
         options["outputs"] = "loss"
     with own_errors(named.name, "its forward"):
         return capture(named.module, named.args, named.kwargs, **options)

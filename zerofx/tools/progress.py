@@ -1,4 +1,4 @@
-"""A line on the terminal with the numbers of a training loop: `zerofx.progress(model)`."""
+"""A progress line on the terminal with the numbers of a training loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def progress(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     console: Console | None = None,
 ) -> ProgressLine:
-    """Return the line of a training loop: see `ProgressLine`."""
+    """Return the progress line of a training loop; see `ProgressLine`."""
     return ProgressLine(Meter(model, hardware), total, console)
 
 
@@ -35,15 +35,15 @@ class ProgressLine:
                 loss = train(batch)
                 line.step(tokens=batch.numel(), loss=loss)
 
-    The numbers are the means since the line was last drawn, four times a second. Only then is a
-    tensor among the values read. In a file the line is written once, at the end.
+    The line is drawn up to four times per second. Its numbers are means since it was last drawn,
+    and tensors among the values are read only then. In a file the line is written once, at the end.
 
-    total: steps, if that is known.
+    total: number of steps, if it is known.
     """
 
     def __init__(self, meter: Meter, total: int | None, console: Console | None) -> None:
         self.meter = meter
-        self.numbers: Numbers = {}  # what the line shows
+        self.numbers: Numbers = {}  # as the line shows them
         self._bar = Progress(
             MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn(),
             TextColumn("{task.fields[text]}"), console=console, disable=meter.rank != 0,
@@ -67,7 +67,7 @@ class ProgressLine:
         self.meter.close()
 
     def step(self, *, samples: int = 0, tokens: int = 0, **values: Any) -> None:
-        """Count a step; samples and tokens are of this rank, values are shown by their names."""
+        """Count a step. Samples and tokens are of this rank; values are shown with their names."""
         self._num_steps += 1
         self._samples += samples
         self._tokens += tokens
@@ -90,7 +90,7 @@ def _plain(value: Any) -> float:
 
 
 def _texts(numbers: Numbers) -> list[str]:
-    """Return the numbers that are there, as the line shows them."""
+    """Return the texts of the numbers that are not None."""
     rates = [(name, numbers[f"{name}_per_s"]) for name in ("tokens", "samples")]
     found = [f"{_short(rate)} {name}/s" for name, rate in rates if rate]
     if flops := numbers["flops_per_s"]:

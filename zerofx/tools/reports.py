@@ -1,6 +1,6 @@
-"""What a Program says of itself: its schedule, its memory, its lanes over time.
+"""Views of a program: its schedule, its memory, its lanes over time.
 
-Its methods import these functions when they are called, so that training loads no view.
+Methods of Program import these functions when they are called, so that training loads no view.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Recorded = RecordingView | _Path | Sequence[_Path] | None
 
 
 def schedule_of(program: Program, basis: str = ATEN) -> schedule.ScheduleView:
-    """Return what runs when in each lane. basis: as in `regions_as`."""
+    """Return the schedule of each lane. basis: as in `regions_as`."""
     return schedule.view(program, regions_as(basis, program.planned()), basis)
 
 
@@ -41,9 +41,9 @@ def memory_of(
     sizes: Mapping[str, int] | None = None,
     **options: Any,
 ) -> memory.MemoryView:
-    """Return what a rank holds. basis: as in `regions_as`; options: of `views.memory.view`.
+    """Return the memory of a rank. basis: as in `regions_as`; options: of `views.memory.view`.
 
-    sizes: values of symbols of the program; its hints for the others.
+    sizes: values of symbols of the program; the others have their hints.
     """
     if sizes is not None:
         program = with_sizes(program, sizes)
@@ -52,10 +52,10 @@ def memory_of(
 
 
 def regions_as(basis: str, program: Planned) -> Compiled:
-    """Return what of a program's regions is counted as compiled: nothing by the basis "aten".
+    """Return the regions that are counted as compiled; none by the basis "aten".
 
-    basis: "aten" counts regions op by op; "compiled" compiles those that the cache lacks and reads
-        what they allocate. So neither depends on what the cache has.
+    basis: "aten" counts regions op by op; "compiled" compiles those that the cache lacks and counts
+        their own allocations. So neither depends on the cache.
 
     Raises:
         PlanError: there is no such basis, or the regions would be compiled for another type of
@@ -71,8 +71,8 @@ def regions_as(basis: str, program: Planned) -> Compiled:
     if device != hardware.device_type:
         raise PlanError(
             f"basis = {basis!r}: the regions of {program.model_name} would be compiled for "
-            f"{device}, and {hardware.name} is {hardware.device_type}. Take basis='aten', or "
-            f"hardware of the type {device}"
+            f"{device}, and {hardware.name} is {hardware.device_type}. Use basis='aten', or "
+            f"hardware of the type {device}."
         )
     return compiled_regions(program)
 
@@ -86,7 +86,7 @@ def look_at(
 ) -> look.Look:
     """Return a program's lanes; without times if the hardware lacks what the schedule uses.
 
-    recording: or its files, one per rank. predicted: what is known already of it on `hardware`.
+    recording: or its files, one per rank. predicted: its prediction on `hardware`, if known.
     basis: as in `regions_as`.
     """
     unpriced = ""

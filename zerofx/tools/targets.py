@@ -1,13 +1,14 @@
-"""The model that a command line names: `package.module:function`, `file.py:function`, `hf:config`.
+"""Models named on the command line: `package.module:function`, `file.py:function`, `hf:config`.
 
 A function returns `(module, args, kwargs)`: a model and one example call. On the meta device they
-take no memory; a function with an argument `device` is told where they are wanted: "meta" for what
-is done on paper, "cpu" for what trains.
+take no memory. A function with an argument `device` gets the device to use: "meta" for planning,
+"cpu" for training.
 """
 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -25,13 +26,14 @@ import torch
 from torch import nn
 
 from zerofx.errors import TargetError, ZerofxError
+from zerofx.tools.words import counted
 
 FORMS = "package.module:function, file.py:function, or hf:path/config.json"
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model and the call that is to be compiled."""
+    """A model and the call to compile it for."""
 
     name: str
     module: nn.Module
@@ -40,28 +42,28 @@ class Target:
 
 
 def resolve(spec: str, batch: int = 1, seq: int = 128, device: str = "meta") -> Target:
-    """Return what `spec` names; `batch` and `seq` shape the inputs of an `hf:` model.
+    """Return the model that `spec` names; `batch` and `seq` shape the inputs of an `hf:` model.
 
-    device: where an `hf:` model and its inputs are made, random where that is not meta; and what a
-        function with an argument of that name is given.
+    device: of an `hf:` model and its inputs, which are random on every device but meta; also
+        passed to a function that has an argument of this name.
 
     Raises:
-        TargetError: nothing is there, or it is not a model with an example call.
+        TargetError: `spec` names nothing, or no model with an example call.
     """
     if spec.startswith("hf:"):
         return _from_config(Path(spec[3:]), batch, seq, torch.device(device))
     place, colon, name = spec.rpartition(":")
     if not colon or not name:
-        raise TargetError(f"model {spec!r}: give {FORMS}")
+        raise TargetError(f"model {spec!r} names no function. Give {FORMS}.")
     return _call(_function(spec, place, name), spec, device)
 
 
 @contextlib.contextmanager
 def own_errors(spec: str, doing: str) -> Iterator[None]:
-    """Raise a TargetError for what the user's own code raises, with its line.
+    """Turn exceptions of the user's own code into a TargetError with its file and line.
 
-    doing: what it was asked for, in words that follow "model ...: ". What comes from torch or from
-    zerofx alone passes as it is.
+    doing: the code that runs in the block, in words that follow "model ...: ". Exceptions of torch
+    and zerofx alone pass unchanged.
     """
     try:
         yield
@@ -70,10 +72,14 @@ def own_errors(spec: str, doing: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or spec.split(".")[0].split(":")[0] == error.name.split(".")[0]:
             raise
-        raise TargetError(f"model {spec!r}: it needs {error.name!r}, which is missing") from error
+        raise TargetError(
+            f"model {spec!r} needs the module {error.name!r}, which is not installed. Install it."
+        ) from error
     except SyntaxError as error:
         where = f"{error.filename}:{error.lineno}"
-        raise TargetError(f"model {spec!r}: {where} is no Python: {error.msg}") from error
+        raise TargetError(
+            f"model {spec!r} has a syntax error at {where}: {error.msg}. Correct it."
+        ) from error
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if _is_own(f.filename)]
@@ -91,7 +97,7 @@ _FOREIGN = tuple(str(p) + os.sep for p in (Path(torch.__file__).parent, Path(__f
 
 
 def _is_own(path: str) -> bool:
-    """Tell whether code is the user's: of neither torch, zerofx nor Python's own library."""
+    """Tell whether code is the user's: not of torch, zerofx or Python's own library."""
     is_library = path.startswith(_LIBRARY) and "site-packages" not in path
     return not (is_library or path.startswith((*_FOREIGN, "<")))
 
@@ -100,14 +106,27 @@ def _function(spec: str, place: str, name: str) -> Callable[..., Any]:
     module = _module_of_file(spec, Path(place)) if place.endswith(".py") else _module(spec, place)
     function = getattr(module, name, None)
     if not callable(function):
-        found = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        raise TargetError(
-            f"model {spec!r}: {place} has no function {name!r}; it has {', '.join(found) or 'none'}"
-        )
+        found = _candidates(module)
+        near = difflib.get_close_matches(name, found, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        some = f"Its functions are {', '.join(found)}." if found else "It has no model function."
+        raise TargetError(f"model {spec!r}: {place} has no function {name!r}. {some}{hint}")
     return function
 
 
-# Names that people have in their notes and scripts, and where the modules are now.
+def _candidates(module: ModuleType) -> list[str]:
+    """Return the functions of a module that can be named as a model, in order of their names."""
+    return sorted(
+        name
+        for name, each in vars(module).items()
+        if inspect.isfunction(each)
+        and each.__module__ == module.__name__
+        and not name.startswith("_")
+        and not _missing(each)
+    )
+
+
+# Former names of modules, which notes and scripts may still use.
 _MOVED = {"zerofx.demo.targets": "zerofx.tools.demo.targets"}
 
 
@@ -118,13 +137,15 @@ def _module(spec: str, place: str) -> ModuleType:
         with own_errors(spec, f"importing {place}"):
             return importlib.import_module(_MOVED.get(place, place))
     except ModuleNotFoundError as e:
-        raise TargetError(f"model {spec!r}: no module {e.name!r}; give {FORMS}") from e
+        raise TargetError(f"model {spec!r}: there is no module {e.name!r}. Give {FORMS}.") from e
 
 
 def _module_of_file(own: str, path: Path) -> ModuleType:
     if not path.is_file():
-        raise TargetError(f"model {own!r}: file {path} does not exist")
-    sys.path.insert(0, str(path.resolve().parent))  # its neighbours, as when it is run
+        raise TargetError(
+            f"model {own!r}: file {path} does not exist. Give the path of a Python file."
+        )
+    sys.path.insert(0, str(path.resolve().parent))  # it imports its neighbours, as in a run of it
     name = f"zerofx_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
@@ -136,13 +157,11 @@ def _module_of_file(own: str, path: Path) -> ModuleType:
 
 
 def _call(function: Callable[..., Any], spec: str, device: str) -> Target:
-    takes = inspect.signature(function).parameters
-    given = {"device": device} if "device" in takes else {}
-    needs = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
-    if missing := [n for n in needs if n not in given]:
+    given = {"device": device} if "device" in inspect.signature(function).parameters else {}
+    if missing := _missing(function):
         raise TargetError(
-            f"model {spec!r}: the function needs {', '.join(missing)}, and nothing but an argument "
-            "named device is given; give the others a default"
+            f"model {spec!r} is a function with the arguments {', '.join(missing)}. Only an "
+            "argument named device is passed. Give the others a default."
         )
     with own_errors(spec, "the function"):
         found = function(**given)
@@ -151,10 +170,17 @@ def _call(function: Callable[..., Any], spec: str, device: str) -> Target:
         shown = type(found).__name__
         if isinstance(found, tuple):
             shown = f"({', '.join(type(v).__name__ for v in found)})"
-        raise TargetError(f"model {spec!r} returned {shown}; return (module, args, kwargs)")
+        raise TargetError(f"model {spec!r} returned {shown}. Return (module, args, kwargs).")
     target = Target(spec, found[0], tuple(found[1]), found[2])
     _check_call(target)
     return target
+
+
+def _missing(function: Callable[..., Any]) -> list[str]:
+    """Return the arguments that a model function needs and does not get."""
+    takes = inspect.signature(function).parameters
+    needs = [n for n, p in takes.items() if p.default is p.empty and p.kind in _NAMED]
+    return [name for name in needs if name != "device"]
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD,
@@ -162,15 +188,16 @@ _NAMED = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEY
 
 
 def _check_call(target: Target) -> None:
-    """Refuse an example call that the model's forward does not take."""
+    """Refuse an example call that does not fit the signature of the model's forward."""
     kind, takes = type(target.module).__name__, inspect.signature(target.module.forward)
     try:
         takes.bind(*target.args, **target.kwargs)
     except TypeError as error:
         raise TargetError(
-            f"model {target.name!r}: its example call has {len(target.args)} arguments"
-            f"{''.join(f', {name}=' for name in target.kwargs)}, and {kind}.forward takes "
-            f"({', '.join(takes.parameters)}): {error}"
+            f"model {target.name!r} has an example call with "
+            f"{counted(len(target.args), 'argument')}"
+            f"{''.join(f', {name}=' for name in target.kwargs)}. {kind}.forward takes "
+            f"({', '.join(takes.parameters)}): {error}. Return arguments that it takes."
         ) from error
 
 
@@ -185,19 +212,23 @@ _AUTO = (
 
 
 def _from_config(path: Path, batch: int, seq: int, device: torch.device) -> Target:
-    """Build a transformers model with random weights, and a training call of it."""
+    """Build a transformers model with random weights, and a training call for it."""
     try:
         import transformers
     except ModuleNotFoundError as e:
-        raise TargetError("hf: models need transformers; pip install transformers") from e
+        raise TargetError(
+            "hf: models need transformers, which is not installed. Run pip install transformers."
+        ) from e
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise TargetError(f"hf:{path}: no such file; give the path of a model's config.json")
+        raise TargetError(
+            f"hf:{path} does not exist. Give the path of a config.json, or of its directory."
+        )
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
     except ValueError as e:
         raise TargetError(f"hf:{path}: {e}") from e
-    config.use_cache = False  # a cache is no result of a training step
+    config.use_cache = False  # a training step returns no cache
     with device:
         model = _architecture(transformers, config, path)
     model.train()
@@ -208,7 +239,7 @@ def _from_config(path: Path, batch: int, seq: int, device: torch.device) -> Targ
 
 
 def _filled(tensor: torch.Tensor, config: Any) -> torch.Tensor:
-    """Return random values of that form: pixels, tokens, or labels of what is classified."""
+    """Return a tensor of this shape with random pixels, tokens, or class labels."""
     if tensor.is_floating_point():
         return torch.randn(tensor.shape)
     most = getattr(config, "vocab_size", 2) if tensor.dim() > 1 else config.num_labels
@@ -223,8 +254,8 @@ def _architecture(transformers: Any, config: Any, path: Path) -> nn.Module:
         if type(config) in getattr(transformers, mapping):
             return getattr(transformers, auto).from_config(config)
     raise TargetError(
-        f"hf:{path}: no trainable architecture for {type(config).__name__}; name a class of "
-        'transformers in "architectures"'
+        f"hf:{path}: transformers has no model to train for {type(config).__name__}. Name one of "
+        'its classes in "architectures" of the file.'
     )
 
 

@@ -118,7 +118,7 @@ def test_the_command(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["predict", model, *given, "--hardware", HARDWARE])
     assert shown.exit_code == 0, shown.output
     assert "pipeline of 2 stages, 1f1b, 4 micro-batches" in shown.output
-    assert "waits for other stages" in shown.output
+    assert "waiting for other stages" in shown.output
 
 
 def test_what_shows_one_program_names_what_shows_all() -> None:

@@ -188,7 +188,7 @@ def test_convolutions_are_priced_between_measured_channels() -> None:
     assert Roofline(other).kernel_us(second) == pytest.approx(second.flops / 0.7 / 1e3)
     for name in ("convolution.fp32", "convolution.fp32.forward.5x5.8"):
         with pytest.raises(
-            PlanError, match=r"not named convolution\.FORMAT\.PASS.*measure it again"
+            PlanError, match=r"not named convolution\.FORMAT\.PASS.*Measure it"
         ):
             hardware(curves={name: [[128, 0.1]]})
 

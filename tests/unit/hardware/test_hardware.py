@@ -80,9 +80,9 @@ def test_a_file_builds_on_a_preset_or_on_another_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("base: dgx-h10", "unknown hardware 'dgx-h10'; did you mean 'dgx-h100'? known are cpu-box"),
+        ("base: dgx-h10", "unknown hardware 'dgx-h10'. Did you mean 'dgx-h100'? Give cpu-box"),
         ("base: 3", "base = 3: allowed is the name of a preset or a file"),
-        ("base: mine.yaml", "is a base of itself"),
+        ("base: mine.yaml", "is its own base"),
         ("base: gone.yaml", "gone.yaml: No such file or directory"),
         ("nam: x", "unknown hardware field 'nam'; did you mean 'name'?"),
         ("name: x", "leaves out device, device_type, backend"),
@@ -112,7 +112,7 @@ def test_bad_files_are_refused_by_field(content: str, message: str, tmp_path: Pa
 def test_unknown_names_are_told_the_nearest_and_all() -> None:
     with pytest.raises(PlanError) as error:
         load_hardware("dgx-a100")
-    assert "did you mean 'dgx-a100-" in str(error.value)
+    assert "Did you mean 'dgx-a100-" in str(error.value)
     assert all(name in str(error.value) for name in hardware_names())
     with pytest.raises(PlanError, match=r"unknown hardware 'zzz'; known are cpu-box, .*mi300x, or"):
         load_hardware("zzz")

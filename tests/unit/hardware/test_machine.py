@@ -69,7 +69,7 @@ def test_the_names_and_forms_of_before_are_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("base: cpu-glo", "unknown machine 'cpu-glo'; did you mean 'cpu-gloo'?"),
+        ("base: cpu-glo", "unknown machine 'cpu-glo'. Did you mean 'cpu-gloo'?"),
         ("nam: x", "unknown machine field 'nam'; did you mean 'name'?"),
         ("name: x", "leaves out device_type, backend"),
         ("base: cpu-gloo\nbackend: mpi", "Hardware.backend = 'mpi': allowed are 'gloo', 'nccl'"),

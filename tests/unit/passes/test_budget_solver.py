@@ -240,7 +240,7 @@ def test_each_decision_has_its_reason() -> None:
     text = str(view.why("blocks.0.mlp"))
     assert "recompute" in text and "blocks.0.mlp" in text and "gpt.py:" in text
     assert "under memory_budget: the peak is" in str(view)
-    with pytest.raises(PlanError, match=r"--why blocks\.o: nothing of this name .*'blocks"):
+    with pytest.raises(PlanError, match=r"--why blocks\.o: there is no decision .*'blocks"):
         view.why("blocks.o")
     with pytest.raises(PlanError, match="no memory_budget"):
         planned(program).memory().why("blocks.0")

@@ -27,6 +27,11 @@ MEMORY_LOW, MEMORY_HIGH = 0.97, 1.05
 RESERVED_BYTES = {"cuda": 1536 << 20, "cpu": 0}
 
 
+def available_bytes(hardware: Hardware) -> int:
+    """Return the bytes of one device that a program may use."""
+    return max(0, hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type])
+
+
 @dataclass(frozen=True)
 class Range:
     """A figure with its bounds; the middle is the prediction."""

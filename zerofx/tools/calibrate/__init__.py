@@ -1,1 +1,1 @@
-"""Measure the machine this runs on, as `zerofx.hardware` describes machines."""
+"""Measure this machine, and describe it as `zerofx.hardware`."""

@@ -1,4 +1,4 @@
-"""Probes of what a call of a compiled model takes by itself: programs with next to no work."""
+"""Probes of the overhead of a compiled call: programs with almost no work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = "step"
 
 
 class Chain(nn.Module):
-    """Blocks of a linear each, as many regions."""
+    """Blocks of one linear each, so that each is a region."""
 
     def __init__(self, blocks: int) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Calls:
         self._world = world
 
     def measure(self) -> None:
-        """Train some steps, and note the seconds of their parts."""
+        """Train some steps, and note the times of their parts."""
         for _ in range(STEPS):
             began = time.perf_counter()
             loss = self._model(self._x)
@@ -60,7 +60,7 @@ class Calls:
             self._found[STEP].append(stepped - differentiated)
 
     def points(self) -> Iterator[tuple[str, float, float]]:
-        """Yield (curve, x, us) of what was found."""
+        """Yield (curve, x, us) for each measurement."""
         program = self._model.programs[0]
         for graph, found in self._found.items():
             parameters = len(list(self._model.parameters()))

@@ -1,4 +1,4 @@
-"""Probes of compute and memory: what regions are made of, at some sizes."""
+"""Probes of compute and memory: the kinds of work in regions, at some sizes."""
 
 from __future__ import annotations
 
@@ -92,19 +92,19 @@ def batch_norm(a: Tensor, b: Tensor) -> Tensor:
 
 
 def batch_norm_of_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Norm what lies with its channels last, as compiled convolutions leave it."""
+    """A norm over tensors with channels last, as compiled convolutions return them."""
     pixels = a.view(IMAGES, -1, CHANNELS).transpose(1, 2)
     return F.batch_norm(pixels, None, None, training=True)
 
 
 def pool(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the largest elements of windows, and where they are."""
+    """A max pool, which returns the largest elements of windows with their places."""
     images = a.view(IMAGES, CHANNELS // 2, HEIGHT, -1)
     return torch.ops.aten.max_pool2d_with_indices(images, [WINDOW] * 2, [STRIDE] * 2, [1, 1])
 
 
 def layout(a: Tensor, b: Tensor) -> Tensor:
-    """Put the weights of 3 x 3 windows in an order with channels last."""
+    """A copy of 3 x 3 weights to channels last."""
     weights = a[: a.numel() // (9 * CHANNELS) * 9 * CHANNELS].view(-1, CHANNELS, 3, 3)
     return weights.clone(memory_format=torch.channels_last)
 
@@ -116,13 +116,13 @@ KERNELS: dict[str, Callable[[Tensor, Tensor], object]] = {
 COMPILED = KERNELS | {"batch_norm": batch_norm_of_rows, "layout": layout}
 # Tensors read and written; of the others the elements that are worked on, one for one of `a`'s.
 PASSED = {"pointwise": 3, "reduction": 2, "batch_norm": 2, "layout": 2}
-COLD = ("layout",)  # weights, which other layers' have driven from the caches
+COLD = ("layout",)  # weights, which those of other layers have evicted from the caches
 SLOW = ("batch_norm", "pool")  # op by op: their rates end before the largest tensors
 ELEMENTS = {"heavy": 1.0, "pool": WINDOW**2 / STRIDE**2}
 
 
 def operands(nbytes: int) -> tuple[Tensor, Tensor]:
-    """Return two flat tensors of so many bytes."""
+    """Return two flat tensors of this many bytes."""
     return torch.randn(nbytes // 4), torch.randn(nbytes // 4)
 
 
@@ -130,7 +130,7 @@ def memories(
     how: str, kinds: Iterable[str], sizes: tuple[int, ...],
     function_of: Callable[[str, int], Callable],
 ) -> list[Probe]:  # fmt: skip
-    """Return probes of passes over memory, exponentials and pools, as one kind of kernels does."""
+    """Return probes of passes over memory, exponentials and pools, for one kind of kernels."""
     probes = []
     for kind in kinds:
         for size in sizes:
@@ -173,7 +173,7 @@ def _launch() -> Work:
 
 
 def _stream() -> Work:
-    """Add into memory that is there: no page is touched for the first time."""
+    """Add into existing memory, so that no page is touched for the first time."""
     (a, b), out = operands(64 << 20), torch.empty((64 << 20) // 4)
     return lambda: torch.add(a, b, out=out)
 

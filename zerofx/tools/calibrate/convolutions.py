@@ -14,11 +14,11 @@ from zerofx.tools.calibrate.probe import Probe, Work, in_turn
 
 CHANNELS = {"1x1": (32, 128, 512), "3x3": (32, 64, 128, 256, 512)}
 SIDES = (4, 8, 16, 32)
-MOST_FLOPS = 7e8  # of one call; curves end before what is dearer, and shares hardly grow there
+MOST_FLOPS = 7e8  # of one call; curves end below more expensive calls, where shares hardly grow
 
 
 def convolutions() -> list[Probe]:
-    """Return the passes of convolutions of as many channels out as in, by rows of the result."""
+    """Return the passes of convolutions with equal channels in and out, by rows of the result."""
     probes = []
     for (name, dtype), direction, window in product(FORMATS.items(), PASSES, WINDOWS):
         for channels, side in product(CHANNELS[window], SIDES):
@@ -33,7 +33,7 @@ def convolutions() -> list[Probe]:
 
 
 def _convolution(channels: int, side: int, window: str, direction: str, dtype: torch.dtype) -> Work:
-    """Convolve images and weights as they lie in batches and buckets."""
+    """Convolve images and weights in the layouts of batches and buckets."""
     width = int(window[0])
     padding = width // 2
     x = torch.randn(IMAGES, channels, side, side).to(dtype)

@@ -1,7 +1,7 @@
-"""A probe of what ranks side by side take from each other: steps of a small model, on each at once.
+"""A probe of how ranks of a node slow each other down: a small model's steps on all at once.
 
-Alone in its caches, a product hardly notices another on the next core; the steps of a model, which
-pass tens of megabytes through the caches, share what lies behind them.
+A product that fits the caches hardly slows another one down on the next core. The steps of a model
+pass tens of megabytes through the caches and compete for memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ LAYERS, WIDTH, ROWS = 4, 256, 512
 
 
 class Block(nn.Module):
-    """A norm and two products with a gelu between, and what came in added."""
+    """A norm, two products with a GELU between them, and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def crowds(ranks: int) -> list[Probe]:
-    """Return the forward and backward of a small model, one of so many at once."""
+    """Return the forward and backward of a small model, one of this many that run at once."""
     return [Probe("crowd", ranks, 1, _step, calls=1)]
 
 

@@ -1,4 +1,4 @@
-"""From what was measured to a description of hardware."""
+"""Turn measurements into a description of hardware."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from zerofx.hardware import Hardware
 from zerofx.hardware.description import KNOWN_FIELDS, MEASURED, UNSOURCED
 
 Rows = Iterable[list[Any]]
-US = 1e6  # microseconds a second
-DIGITS = 4  # that are written: the last one is noise
+US = 1e6  # microseconds per second
+DIGITS = 4  # significant digits that are written; the last one is noise
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What one report found: curve -> [(x, amount a second)], with growing x."""
+    """The rates of one report: curve -> [(x, amount per second)], with growing x."""
 
     points: dict[str, list[tuple[float, float]]]
 
@@ -36,15 +36,15 @@ class Rates:
         return max(rate for _, rate in self.points[curve])
 
     def largest(self, curve: str) -> float:
-        """Return the rate at the largest size, which no cache holds."""
+        """Return the rate at the largest size, which exceeds all caches."""
         return self.points[curve][-1][1]
 
 
 def describe(found: Mapping[int, Mapping[str, Rows]], folder: Path) -> Hardware:
-    """Describe this machine from the reports of one rank alone and, if there is one, of several.
+    """Describe this machine from the report of one rank alone and, if there is one, of several.
 
     found: number of ranks -> rows of `rates` (curve, x, amount, seconds) and of `times`
-        (curve, x, us). folder: on the disk that was measured.
+        (curve, x, us). folder: on the measured disk.
     """
     ranks = max(found)
     rates = {number: Rates.of(report["rates"]) for number, report in found.items()}
@@ -84,7 +84,7 @@ def _links(
     times: Mapping[str, list[tuple[float, float]]], ranks: int, alone: Rates
 ) -> dict[str, float]:
     """Return link and latency between ranks: of the largest and the smallest all-gather."""
-    if ranks == 1:  # nothing is sent; a copy is what comes closest
+    if ranks == 1:  # nothing is sent; a copy comes closest
         return {"node_link_bytes_per_s": alone.largest("host_copy"), "node_latency_us": 0.0}
     points = times[f"all_gather.direct.{ranks}"]
     size, us = points[-1]
@@ -95,7 +95,7 @@ def _links(
 def _curves(
     rates: Mapping[int, Rates], fields: Mapping[str, Any]
 ) -> dict[str, list[tuple[float, float]]]:
-    """Return every rate as a share of the field that its kind refers to."""
+    """Return every rate as a share of the field that its kind names."""
     curves = {}
     for number, each in rates.items():
         end = f".{number}" if number > 1 else ""
@@ -107,19 +107,19 @@ def _curves(
 
 
 def _crowd(rates: Mapping[int, Rates]) -> dict[str, list[tuple[float, float]]]:
-    """Return how many times longer a step takes where several ranks compute at once."""
+    """Return how many times longer a step takes if several ranks compute at once."""
     steps = {number: each.points["crowd"][0][1] for number, each in rates.items()}
     return {"crowd": [(number, steps[1] / rate) for number, rate in sorted(steps.items())]}
 
 
 def _base(curve: str, fields: Mapping[str, Any]) -> float:
-    """Return what a curve holds shares of, 0 where it has become a field and is no curve."""
+    """Return the rate of which a curve has shares; 0 if it became a field instead."""
     kind, _, detail = curve.partition(".")
     if kind in ("matmul", "convolution", "attention"):
         return fields["dense_flops_per_s"][detail.partition(".")[0]]
     bases = {
         "memory": fields["memory_bytes_per_s"],
-        "heavy": US,  # elements a microsecond
+        "heavy": US,  # elements per microsecond
         "pool": US,
         "host_copy": fields["host_link_bytes_per_s"],
         "nvme_read": fields["nvme_read_bytes_per_s"],
@@ -142,10 +142,10 @@ def _hardware(
         "network_latency_us": 0.0,
     }
     sources = {
-        "devices_per_node": "the ranks that were measured, a core each",
+        "devices_per_node": "number of measured ranks, one core each",
         "device_memory_bytes": "an equal part of the machine's memory",
         "host_memory_bytes": "as the operating system reports it",
-        "nvme_bytes": "free on the disk that was measured",
+        "nvme_bytes": "free on the measured disk",
         "network_bytes_per_s": "one machine alone",
         "network_latency_us": "one machine alone",
     }
@@ -169,7 +169,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _processor() -> str:
-    """Return what Linux calls the processor, or what Python does."""
+    """Return the name of the processor by Linux, or by Python."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Probes of the disk behind a folder: reads and writes of zerofx.nvme, by size of request."""
+"""Probes of a folder's disk: reads and writes of zerofx.nvme, by size of request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEPTH = 4
 
 
 class Disk:
-    """A file of scratch in a folder, written and read in requests of several sizes."""
+    """A scratch file in a folder, written and read in requests of several sizes."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "calibrate.bin"

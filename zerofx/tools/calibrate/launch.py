@@ -1,4 +1,4 @@
-"""Measure this machine: one process alone, then ranks side by side; and describe what was found."""
+"""Measure this machine, one process alone and then several ranks at once, and describe it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from zerofx.hardware import Hardware
 from zerofx.tools.calibrate.describe import describe
 from zerofx.tools.calibrate.probe import ROUND
 from zerofx.tools.calibrate.regions import compile_all
+from zerofx.tools.words import counted
 
 ROUNDS = 5
 # Tensors above 32 MiB come from the system each time, as they do by default.
 KEPT_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
-TAIL_LINES = 15  # of what the ranks said, where they failed
+TAIL_LINES = 15  # of the ranks' output, if they failed
 
 
 def calibrate(
@@ -28,22 +29,24 @@ def calibrate(
     folder: str | os.PathLike[str] | None = None,
     says: Callable[[str], None] = lambda _: None,
 ) -> Hardware:
-    """Measure one rank alone and, where `world` is more, that many at once, a core each.
+    """Measure one rank alone and, if `world` is larger, that many at once, one core each.
 
-    folder: on the disk that stands for NVMe; the one for temporary files by default.
-    says: told what is measured next.
+    folder: on the disk to measure as NVMe; by default the folder for temporary files.
+    says: called with the next measurement.
 
     Raises:
-        DoctorError: there are fewer cores than ranks, no such folder, or a rank failed; says how.
+        DoctorError: there are fewer cores than ranks, no such folder, or a rank failed.
     """
     cores = len(os.sched_getaffinity(0))
     if not 1 <= world <= cores:
         raise DoctorError(
-            f"doctor --calibrate: {world} ranks need as many cores and there are {cores}; "
-            f"give --world 1 to {cores}"
+            f"doctor --calibrate: {counted(world, 'rank')} need as many cores. There "
+            f"{'is' if cores == 1 else 'are'} {cores}. Give --world 1 to {cores}."
         )
     if folder is not None and not Path(folder).is_dir():
-        raise DoctorError(f"doctor --calibrate: {folder} is no folder; give one on the disk to use")
+        raise DoctorError(
+            f"doctor --calibrate: {folder} is no folder. Give one on the disk to measure."
+        )
     with tempfile.TemporaryDirectory(prefix="zerofx-calibrate-", dir=folder) as scratch:
         here = Path(scratch)
         says("compiling the regions to measure")
@@ -65,13 +68,13 @@ def _measured(folder: Path, ranks: int, says: Callable[[str], None]) -> dict[str
     status, said = follow(command, lambda far: says(f"measuring {who}: {far}"))
     if status or not report.exists():
         raise DoctorError(
-            f"doctor --calibrate: {ranks} ranks ended with status {status}; they said last:\n{said}"
+            f"doctor --calibrate: {counted(ranks, 'rank')} ended with status {status}:\n{said}"
         )
     return json.loads(report.read_text(encoding="utf-8"))
 
 
 def follow(command: list[str], says: Callable[[str], None]) -> tuple[int, str]:
-    """Run ranks; return their status and last words. says: told each line of how far they are."""
+    """Run ranks; return their status and last output. says: called with each line of progress."""
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(
             command, env=_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
@@ -84,9 +87,9 @@ def follow(command: list[str], says: Callable[[str], None]) -> tuple[int, str]:
 
 
 def _environment() -> dict[str, str]:
-    """Give each rank one thread, as a core each leaves room for, and let it keep its heap.
+    """Return an environment with one thread per rank, in which a rank keeps its heap.
 
-    Else glibc hands memory back between calls, or does not, by what happened to be freed before.
+    Otherwise glibc may return memory between calls, depending on earlier frees.
     """
     alone = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     path = os.pathsep.join([os.getcwd(), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,4 @@
-"""A probe: work of one size whose time is a point of a curve; and how its time is taken."""
+"""A probe: work of one size whose time is a point of a curve, and the measurement of its time."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 
 Work = Callable[[], object]
 
-ROUND = "round"  # what a line begins with by which a rank says how far it is
-LEAST_S = 4e-3  # of one measurement: some thousand times what the clock resolves
+ROUND = "round"  # first word of a line in which a rank reports its progress
+LEAST_S = 4e-3  # of one measurement: some thousand times the resolution of the clock
 MOST_CALLS = 2000
 TURNS = 12  # sets of tensors: as many as a small model has layers
 
 
 def in_turn(make: Callable[[], Work]) -> Work:
-    """Return a call that works on other tensors each time, as layers of a model do.
+    """Return a call that works on other tensors each time, as the layers of a model do.
 
-    What one call brought into the caches is gone when its turn comes again, unless it is little.
+    Unless the tensors are small, they have left the caches when their turn comes again.
     """
     turns = itertools.cycle([make() for _ in range(TURNS)])
     return lambda: next(turns)()
@@ -29,9 +29,9 @@ def in_turn(make: Callable[[], Work]) -> Work:
 class Probe:
     """One size of one kind of work.
 
-    curve, x: the point that it measures. amount: operations, bytes or elements of one call, what a
-    rate is made of. make: builds the tensors, and returns the call that is timed. calls: in one
-    measurement; None finds how many fill it, which ranks that wait for each other must not.
+    curve, x: the point that it measures. amount: operations, bytes or elements of one call, for a
+    rate. make: builds the tensors, and returns the call to time. calls: per measurement; None finds
+    a number that takes long enough, which ranks that wait for each other must not do.
     """
 
     curve: str
@@ -43,7 +43,7 @@ class Probe:
     _work: Work | None = None
 
     def prepare(self) -> None:
-        """Build, warm up, and find how many calls one measurement takes."""
+        """Build, warm up, and find the number of calls per measurement."""
         self._work = self.make()
         self.calls, is_found = (1, False) if self.calls is None else (self.calls, True)
         self.run()
@@ -54,7 +54,7 @@ class Probe:
             self.calls = min(MOST_CALLS, max(2 * self.calls, int(self.calls * LEAST_S / took)))
 
     def run(self) -> float:
-        """Return the seconds of one call, now."""
+        """Measure the seconds of one call."""
         assert self._work is not None and self.calls is not None
         work = self._work
         began = time.perf_counter()
@@ -68,5 +68,5 @@ class Probe:
 
     @property
     def seconds(self) -> float:
-        """The median of what was found."""
+        """The median of the noted seconds."""
         return statistics.median(self.found_s)

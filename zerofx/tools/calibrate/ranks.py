@@ -1,4 +1,4 @@
-"""One rank of a calibration: measures at the same time as the others; rank 0 reports.
+"""One rank of a calibration: it measures at the same time as the others; rank 0 reports.
 
 [torchrun ... -m] python -m zerofx.tools.calibrate.ranks SETTINGS.json REPORT.json
 """
@@ -35,13 +35,13 @@ Report = dict[str, list[list[Any]]]
 
 
 class Measured(Protocol):
-    """What a round goes through."""
+    """One measurement of each round."""
 
     def measure(self) -> None: ...
 
 
 def main(argv: list[str]) -> int:
-    """Measure; rank 0 writes what it found."""
+    """Measure; rank 0 writes the report."""
     settings = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     algorithms = Algorithms()
@@ -79,7 +79,7 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
 
 
 def _go_round(world: World, all_: Sequence[Measured], settings: dict[str, Any]) -> None:
-    """Measure in rounds, so that what disturbs the machine for a while disturbs all alike."""
+    """Measure in rounds, so that a temporary disturbance affects all probes equally."""
     rounds = settings["rounds"]
     for number in range(1, rounds + 1):
         if all_ and world.rank == 0:

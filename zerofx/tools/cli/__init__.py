@@ -1,8 +1,8 @@
-"""The command line: what a plan does to a model, for any world size, without any ranks.
+"""The command line: what a plan does to a model, for any world size, without starting ranks.
 
 A MODEL is `package.module:function` or `file.py:function`, which returns (module, args, kwargs);
 `hf:path/config.json` for a transformers config (random weights on meta; --batch, --seq); or the
-directory of an emitted program, which is verified and shown as it stands.
+directory of an emitted program, which is loaded, verified and shown with its own plan.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from zerofx.errors import ZerofxError
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line; a ZerofxError ends it with its text and status 1."""
+    """Run the command line. A ZerofxError ends it with its message and exit status 1."""
     try:
         app(argv, prog_name="zerofx")
     except ZerofxError as error:

@@ -7,40 +7,45 @@ from typing import Annotated
 import typer
 
 from zerofx.tools.cli.app import (
+    KNOW,
     RANKS,
+    Accumulation,
     Basis,
     Batch,
     HardwareName,
     Json,
     KeepsResults,
     Model,
+    NoSync,
+    OptimizerBytes,
     PlanFile,
     Seq,
     Set,
     Stage,
     World,
-    app,
+    command,
     say,
 )
 from zerofx.tools.cli.programs import emitted, hardware_of, plan_of, show
 
 
-@app.command(rich_help_panel="Know before you run")
+@command(
+    KNOW,
+    "zerofx predict zerofx.tools.demo.targets:byte_gpt --hardware dgx-h100 --world 8",
+    "zerofx predict hf:path/to/config --hardware dgx-h100 --world 64 --set precision=bf16",
+)
 def predict(
     model: Model, hardware: HardwareName = None, world: World = None, plan: PlanFile = None,
     stage: Stage = None, set_: Set = None, batch: Batch = 1, seq: Seq = 128,
-    accumulation: Annotated[int, typer.Option(min=1, help="backwards a step")] = 1,
-    no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="all but the last backward run under no_sync")
+    accumulation: Accumulation = 1, no_sync: NoSync = False,
+    clips: Annotated[
+        bool, typer.Option("--clip", help="The loop clips the global gradient norm.")
     ] = False,
-    clips: Annotated[bool, typer.Option("--clip", help="the loop clips the global norm")] = False,
-    optimizer_bytes: Annotated[
-        int, typer.Option(min=0, help="bytes of optimizer state an element; AdamW in fp32 has 8")
-    ] = 8,
+    optimizer_bytes: OptimizerBytes = 8,
     keeps_results: KeepsResults = False, basis: Basis = "aten",
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Print what a step holds and takes on a hardware; the status is 1 where it does not fit."""
+    """Predict memory, time and throughput of a step; the exit status is 1 if it does not fit."""
     from pathlib import Path
 
     from zerofx.tools.predict import predict as predicted

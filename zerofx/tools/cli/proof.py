@@ -1,4 +1,4 @@
-"""Prove a program on paper, and hold real training against plain training."""
+"""Prove a program on paper, and compare real training with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from zerofx.tools.cli.app import (
+    DEFAULT_RANKS,
+    PROVE,
     RANKS,
     Batch,
     HardwareName,
@@ -17,42 +19,53 @@ from zerofx.tools.cli.app import (
     Seq,
     Set,
     Stage,
-    app,
+    command,
 )
-from zerofx.tools.cli.programs import plan_of, program_of, refuse_directory
+from zerofx.tools.cli.programs import plan_of, print_text, program_of, refuse_directory
 
 
-@app.command(rich_help_panel="Prove it")
+@command(
+    PROVE,
+    "zerofx verify zerofx.tools.demo.targets:byte_gpt --world 2 --world 64",
+    "zerofx verify model.py:build --run --steps 5",
+)
 def verify(
     model: Model,
     worlds: Annotated[
-        list[int] | None, typer.Option("--world", min=1, help="ranks; repeatable [default: 2]")
+        list[int] | None,
+        typer.Option("--world", min=1, help=f"Ranks to prove it for; repeatable. {DEFAULT_RANKS}"),
     ] = None,
     plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     is_run: Annotated[
-        bool, typer.Option("--run", help="train too, on real ranks, beside plain training")
+        bool, typer.Option("--run", help="Also train on real ranks; compare with plain PyTorch.")
     ] = False,
-    steps: Annotated[int, typer.Option(min=1, help="of --run")] = 3,
-    accumulation: Annotated[int, typer.Option(min=1, help="backwards a step, of --run")] = 1,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of --run.")] = 3,
+    accumulation: Annotated[
+        int, typer.Option(min=1, help="With --run: micro-batches (backward passes) per step.")
+    ] = 1,
     no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="all but the last backward under no_sync, of --run")
+        bool,
+        typer.Option("--no-sync", help="With --run: all but the last backward under no_sync()."),
     ] = False,
     same_batch: Annotated[
-        bool, typer.Option("--same-batch", help="every rank gets the example call as it is")
+        bool, typer.Option("--same-batch", help="With --run: all ranks get the same example call.")
     ] = False,
     tolerance: Annotated[
-        float | None, typer.Option(help="relative error of a tensor [default: by the precision]")
+        float | None,
+        typer.Option(help=r"Relative error allowed per tensor. \[default: by the precision]"),
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Prove the program for every rank; with --run, hold real training against plain training."""
+    """Prove the program for every rank; with --run, compare training with plain PyTorch."""
     from zerofx.errors import CaptureError
     from zerofx.ir.verify import verify_stages
     from zerofx.tools.trial.launch import run_trial
     from zerofx.tools.trial.settings import Settings
     from zerofx.tools.views.proof import ProofView
 
+    if is_run:
+        refuse_directory(model)
     chosen = plan_of(plan, stage, set_)
     found: list[Any] = []
     each: list[int | None] = [*worlds] if worlds else [None]
@@ -70,12 +83,13 @@ def verify(
         except CaptureError as error:
             if chosen.islands == "refuse":
                 raise
-            said = f"{error}\nIts forward runs eagerly, as an island, which no proof reaches into."
+            said = f"{error}\nIts forward runs eagerly, as an island, which cannot be proved."
             if not is_run:
-                raise CaptureError(f"{said} --run holds its training against plain's") from error
+                raise CaptureError(
+                    f"{said} Add --run to compare its training with plain PyTorch."
+                ) from error
             typer.echo(said, err=True)
         if is_run:
-            refuse_directory(model)
             settings = Settings(
                 model, chosen.to_dict(), view.world if view else world or RANKS, steps, batch, seq,
                 accumulation, no_sync, same_batch, tolerance,
@@ -84,6 +98,6 @@ def verify(
     if as_json:
         typer.echo(json.dumps([view.to_dict() for view in found], indent=1))
     else:
-        typer.echo("\n".join(map(str, found)))
+        print_text("\n".join(map(str, found)))
     if not all(getattr(view, "is_equal", True) for view in found):
         raise typer.Exit(1)

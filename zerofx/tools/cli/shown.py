@@ -11,6 +11,8 @@ import typer
 from zerofx.errors import PlanError
 from zerofx.tools.cli.app import (
     RANKS,
+    SEE,
+    Accumulation,
     Basis,
     Batch,
     HardwareName,
@@ -18,12 +20,14 @@ from zerofx.tools.cli.app import (
     KeepsResults,
     MachineName,
     Model,
+    NoSync,
+    OptimizerBytes,
     PlanFile,
     Seq,
     Set,
     Stage,
     World,
-    app,
+    command,
 )
 from zerofx.tools.cli.programs import (
     hardware_of,
@@ -35,17 +39,20 @@ from zerofx.tools.cli.programs import (
 )
 
 
-@app.command(rich_help_panel="See what a plan does")
+@command(SEE, "zerofx passes", "zerofx passes zerofx.tools.demo.targets:byte_gpt --stage 2")
 def passes(
-    model: Annotated[str | None, typer.Argument(help="a model, to show what each does")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Model to show the effect of each pass on.")
+    ] = None,
     world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     pipeline: Annotated[
-        str | None, typer.Option(help="run these passes: text as printed here, or @FILE")
+        str | None,
+        typer.Option(help="Passes to run instead: text as this command prints it, or @FILE."),
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """List the passes in order, or what each of them does to a model."""
+    """List the passes in order, or show what each of them does to a model."""
     from zerofx.passes.order import Setting, build
     from zerofx.tools.views import passes as view
 
@@ -58,24 +65,34 @@ def passes(
 
 
 def _text_of(pipeline: str | None) -> str:
-    """Return a pipeline's text: what was given, or what the file after an @ holds."""
+    """Return a pipeline's text: the text itself, or the content of the file after an @."""
     if pipeline is None or not pipeline.startswith("@"):
         return pipeline or ""
     try:
         return Path(pipeline[1:]).read_text(encoding="utf-8")
     except OSError as error:
-        raise PlanError(f"--pipeline {pipeline}: {error.strerror}") from None
+        raise PlanError(
+            f"--pipeline {pipeline} cannot be read: {error.strerror}. Give the path of a text file."
+        ) from None
 
 
-@app.command(rich_help_panel="See what a plan does")
+@command(
+    SEE,
+    "zerofx dump zerofx.tools.demo.targets:byte_gpt --level units",
+    "zerofx dump hf:path/to/config --world 8 --pass shard-parameters",
+)
 def dump(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
-    after: Annotated[str | None, typer.Option("--pass", help="show it after this pass")] = None,
-    level: Annotated[str, typer.Option(help="summary, units, regions, nodes or full")] = "nodes",
+    after: Annotated[
+        str | None, typer.Option("--pass", help="Show the program after this pass.")
+    ] = None,
+    level: Annotated[
+        str, typer.Option(help="Detail: summary, units, regions, nodes or full.")
+    ] = "nodes",
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Print the program: after the last pass, or after the one named."""
+    """Print the program after the last pass, or after a named one; lines are not wrapped."""
     from zerofx.ir.dump import check_level
 
     check_level(level)
@@ -89,35 +106,34 @@ def dump(
     typer.echo(text)
 
 
-@app.command(rich_help_panel="See what a plan does")
+@command(SEE, "zerofx schedule zerofx.tools.demo.targets:byte_gpt --world 4")
 def schedule(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
     basis: Basis = "aten", as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Print what runs when: compute, gathers, reduces, and what is resident meanwhile."""
+    """Print the order of compute and collectives, and the memory that is resident at each step."""
     program = program_of(model, world, plan_of(plan, stage, set_), hardware, batch, seq)
     show(program.schedule(basis), as_json)
 
 
-@app.command(rich_help_panel="See what a plan does")
+@command(
+    SEE,
+    "zerofx memory zerofx.tools.demo.targets:byte_gpt --world 8",
+    "zerofx memory model.py:build --set memory_budget=22GiB --set activations=auto --why blocks.0",
+)
 def memory(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     hardware: HardwareName = None, batch: Batch = 1, seq: Seq = 128,
-    optimizer_bytes: Annotated[
-        int, typer.Option(min=0, help="bytes of optimizer state an element; AdamW in fp32 has 8")
-    ] = 8,
-    keeps_results: KeepsResults = False, basis: Basis = "aten",
-    accumulation: Annotated[int, typer.Option(min=1, help="backwards a step")] = 1,
-    no_sync: Annotated[
-        bool, typer.Option("--no-sync", help="all but the last backward run under no_sync")
-    ] = False,
+    optimizer_bytes: OptimizerBytes = 8, keeps_results: KeepsResults = False,
+    basis: Basis = "aten", accumulation: Accumulation = 1, no_sync: NoSync = False,
     why: Annotated[
-        str | None, typer.Option(help="a value, module, bucket or line: what was decided, and why")
+        str | None,
+        typer.Option(help="Print the decisions on this value, module, bucket or source line."),
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Print what a rank holds: by category, and the names at the peak."""
+    """Print the memory of one rank: by category, and the largest tensors at the peak."""
     loop = {"accumulation": accumulation, "no_sync": no_sync}
     program = program_of(model, world, plan_of(plan, stage, set_), hardware, batch, seq, loop=loop)
     options = {"optimizer_bytes": optimizer_bytes, "keeps_results": keeps_results, **loop}
@@ -125,24 +141,35 @@ def memory(
     show(view if why is None else view.why(why), as_json)
 
 
-@app.command(rich_help_panel="See what a plan does")
+@command(
+    SEE,
+    "zerofx diff zerofx.tools.demo.targets:byte_gpt --to stage=1",
+    "zerofx diff zerofx.tools.demo.targets:byte_gpt --to-world 16 --hardware dgx-h100",
+)
 def diff(
     model: Model, world: World = None, plan: PlanFile = None, stage: Stage = None, set_: Set = None,
     machine: MachineName = None, batch: Batch = 1, seq: Seq = 128,
-    to: Annotated[list[str] | None, typer.Option(help="field of the second: key=value")] = None,
-    to_plan: Annotated[Path | None, typer.Option(help="file of the second plan")] = None,
-    to_world: Annotated[int | None, typer.Option(min=1, help="ranks of the second")] = None,
+    to: Annotated[
+        list[str] | None, typer.Option(help="Field of the second plan as key=value; repeatable.")
+    ] = None,
+    to_plan: Annotated[Path | None, typer.Option(help="File of the second plan.")] = None,
+    to_world: Annotated[
+        int | None, typer.Option(min=1, help=r"Ranks of the second. \[default: as the first]")
+    ] = None,
     hardware: Annotated[
-        str | None, typer.Option("--hardware", help="predict times too: preset or file, dgx-h100")
+        str | None,
+        typer.Option("--hardware", help="Compare predicted times too: preset or YAML file."),
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Compare a model under two plans: memory, bytes sent, times, and the lines that differ."""
+    """Compare a model under two plans: memory, bytes sent, times, and the steps that differ."""
     from zerofx.tools.predict import predict_program
     from zerofx.tools.views.diff import DiffView
 
     if not (to or to_plan or to_world):
-        raise PlanError("diff: say what is different: --to stage=2, --to-plan FILE or --to-world N")
+        raise PlanError(
+            "diff has nothing to compare with. Add --to stage=2, --to-plan FILE or --to-world N."
+        )
     left = plan_of(plan, stage, set_)
     right = with_fields(plan_of(to_plan, None, None) if to_plan else left, "--to", to)
     each = (left, world), (right, to_world or world)

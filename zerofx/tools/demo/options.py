@@ -9,7 +9,7 @@ from typing import Any
 from zerofx.plan.plan import Plan
 from zerofx.tools.demo.gpt import GPTConfig
 
-FEWEST_STEPS = 4  # one that compiles, two that are measured, one to show
+FEWEST_STEPS = 4  # one compiles, two are measured, one is shown
 
 
 def option(default: Any, text: str) -> Any:
@@ -19,7 +19,7 @@ def option(default: Any, text: str) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """One option a field."""
+    """The options, one per field."""
 
     ranks: int = option(2, "processes to start")
     stage: int = option(3, "ZeRO stage, 0 to 3")
@@ -28,12 +28,12 @@ class Options:
     width: int = option(128, "width of the residual stream")
     heads: int = option(4, "attention heads")
     seq: int = option(128, "context in bytes")
-    batch: int = option(4, "sequences a rank and step")
+    batch: int = option(4, "sequences per rank and step")
     dropout: float = option(0.0, "dropout probability")
     lr: float = option(4e-3, "highest learning rate of AdamW")
     kernels: str = option("inductor", "inductor or aten")
-    out: str = option("zerofx-demo", "folder for what it leaves behind")
-    resume: str = option("", "folder of a save to continue from, with the same model options")
+    out: str = option("zerofx-demo", "folder for the results")
+    resume: str = option("", "folder of a snapshot to continue from, with the same model options")
 
     @property
     def model(self) -> GPTConfig:
@@ -46,7 +46,7 @@ class Options:
 
 
 def parse(argv: list[str]) -> Options:
-    """Read the command line; argparse ends the process on a mistake, naming it."""
+    """Parse the command line; argparse ends the process with an error message."""
     parser = argparse.ArgumentParser(
         "zerofx demo", description="Train a byte-level GPT on Python's own sources, sharded."
     )
@@ -59,8 +59,8 @@ def parse(argv: list[str]) -> Options:
         )
     options = Options(**vars(parser.parse_args(argv)))
     if options.steps < FEWEST_STEPS:
-        parser.error(f"--steps {options.steps} is too few; give at least {FEWEST_STEPS}")
-    try:  # here, so that a mistake shows before any rank is started
+        parser.error(f"--steps {options.steps} is too few. Give at least {FEWEST_STEPS}.")
+    try:  # here, so that an error is raised before any rank starts
         _ = options.model, options.plan
     except ValueError as mistake:
         parser.error(str(mistake))

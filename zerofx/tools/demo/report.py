@@ -1,4 +1,4 @@
-"""What the demo shows and leaves behind: a progress bar, a summary, and a folder to read."""
+"""Output of the demo: a progress bar, a summary, and a folder of results."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zerofx.tools.demo.options import Options
 if TYPE_CHECKING:
     from zerofx.ir.program import Planned
 
-SMOOTHING = 0.9  # the shown loss: this much of the last one, the rest of the step's
-LINES = 10  # progress lines of a whole run where the output is not a terminal
+SMOOTHING = 0.9  # of the displayed loss: the share of its last value
+LINES = 10  # progress lines of a whole run if the output is no terminal
 
 
 @dataclass(frozen=True)
 class Result:
-    """What the run measured."""
+    """Measurements of the run."""
 
     losses: list[float]
     tokens_per_s: float
@@ -36,9 +36,9 @@ class Result:
 
 
 class Reporter:
-    """Show the run on rank 0; the other ranks only keep count.
+    """The display of the run on rank 0; other ranks only count.
 
-    tokens_per_s: tokens of all ranks a second, over the steps since `start`.
+    tokens_per_s: tokens of all ranks per second, over the steps since `start`.
     """
 
     def __init__(self, rank: int, steps: int, tokens_per_step: int) -> None:
@@ -71,7 +71,7 @@ class Reporter:
         self._bar.stop()
 
     def built(self, options: Options, world_size: int, device: torch.device) -> None:
-        """Say what is about to be compiled."""
+        """Print the model and the plan before the first step compiles."""
         m = options.model
         self._say(
             f"byte GPT, {m.layers} layers x {m.width} wide, stage {options.stage} on {world_size} "
@@ -79,7 +79,7 @@ class Reporter:
         )
 
     def compiled(self, seconds: float) -> None:
-        """Say how long the first step took; compiling has a display of its own."""
+        """Print the time of the first step; compiling has a display of its own."""
         self._say(f"first step after {seconds:.1f} s")
 
     def start(self, losses: list[float]) -> None:
@@ -90,7 +90,7 @@ class Reporter:
         self._bar.start()
 
     def step(self, loss: float) -> None:
-        """Count a step and move the bar, or now and then print a line."""
+        """Count a step and move the bar, or print a line from time to time."""
         self.losses.append(loss)
         self._smooth = SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
         done, seconds = len(self.losses), time.perf_counter() - self._began
@@ -105,11 +105,11 @@ class Reporter:
         self._console.print(line, soft_wrap=True, highlight=False)
 
     def show(self, program: Planned, result: Result, sample: str, out: str) -> None:
-        """Print the summary, the sample, and where everything lies."""
+        """Print the summary, the sample, and the list of written files."""
         table = Table(show_header=False)
         for line in summary(program, result):
             table.add_row(*line)
-        files = Table("file", "what it is", title=f"written to {out}")
+        files = Table("file", "content", title=f"written to {out}")
         for name, what in FILES.items():
             files.add_row(name, what)
         self._console.print(table, Panel(Text(sample), title="sample"), files)
@@ -123,9 +123,9 @@ def summary(program: Planned, result: Result) -> list[tuple[str, str]]:
         ("loss", f"{result.losses[0]:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last 20)"),
         ("loss on held-out files", f"{result.valid_loss:.3f} (plain model, full weights)"),
         ("tokens per second", f"{result.tokens_per_s:,.0f}"),
-        ("peak memory a rank, predicted", f"{predicted / 2**20:.2f} MiB"),
+        ("peak memory per rank, predicted", f"{predicted / 2**20:.2f} MiB"),
         (
-            "peak memory a rank, measured",
+            "peak memory per rank, measured",
             f"{measured / 2**20:.2f} MiB ({measured / predicted - 1:+.1%}, torch's allocator)",
         ),
         ("save, load, train on", "same losses, bit for bit" if result.resumes else "DIFFERENT"),
@@ -133,17 +133,17 @@ def summary(program: Planned, result: Result) -> list[tuple[str, str]]:
 
 
 FILES = {
-    "emitted/": "the Python module that ran: schedule.py, its regions and plan",
+    "emitted/": "the Python module that ran: schedule.py, its regions and its plan",
     "passes/": "the program after each pass, in order",
-    "schedule.txt": "what runs when: compute, gathers, reduces, resident bytes",
-    "memory.txt": "predicted memory, by category, with names at the peak",
-    "snapshot/": "the save; continue with --resume",
-    "sample.txt": "what the model wrote",
+    "schedule.txt": "steps in order: compute, gathers, reduces, resident bytes",
+    "memory.txt": "predicted memory by category, with the largest tensors at the peak",
+    "snapshot/": "the snapshot; continue with --resume",
+    "sample.txt": "text that the model wrote",
 }
 
 
 def write_files(out: Path, program: Planned, sample: str) -> None:
-    """Write everything of FILES but the save into `out`."""
+    """Write all of FILES but the snapshot into `out`."""
     passes = out / "passes"
     passes.mkdir(parents=True, exist_ok=True)
     for old in passes.glob("*.txt"):  # an earlier run may have had more passes

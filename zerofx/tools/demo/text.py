@@ -50,8 +50,8 @@ def load_text(limit_bytes: int = 4_000_000, root: Path | None = None) -> Text:
         total += len(data)
     if not train or not valid:
         raise ZerofxError(
-            f"demo text: {total} bytes of .py files under {root}, too few for a train and a valid "
-            "part; use a Python that ships its standard library as sources"
+            f"demo text: {root} has {total} bytes of .py files, too few for a train and a valid "
+            "part. Use a Python that ships its standard library as sources."
         )
     return Text(
         torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(valid, dtype=torch.uint8)
@@ -84,7 +84,7 @@ class Batches:
         if self.steps_per_epoch < 1:
             raise ZerofxError(
                 f"demo text: {self.num_windows} windows of {self.seq} bytes do not fill one batch "
-                f"of {self.batch} on each of {self.world_size} ranks; read more text"
+                f"of {self.batch} on each of {self.world_size} ranks. Read more text."
             )
 
     @property

@@ -1,7 +1,7 @@
 """The demo: train a byte-level GPT on the standard library's sources, sharded over ranks.
 
     zerofx demo                                      # 2 ranks, stage 3
-    zerofx demo --resume zerofx-demo/snapshot        # continue from what it left
+    zerofx demo --resume zerofx-demo/snapshot        # continue from its snapshot
 
 Started without ranks it starts them through torchrun; started by torchrun it is one of them. The
 loop itself, `train_steps`, is an ordinary one.
@@ -39,7 +39,7 @@ SAMPLE_BYTES = 400
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the demo, or start its ranks where torchrun did not; return the exit status."""
+    """Run the demo, or start its ranks unless torchrun did; return the exit status."""
     argv = sys.argv[1:] if argv is None else argv
     options = parse(argv)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -88,7 +88,7 @@ def train(options: Options) -> int:
 
 
 def pick_device(world_size: int) -> torch.device:
-    """Return this rank's GPU where every rank of this host has one, else the CPU."""
+    """Return this rank's GPU if every rank of this host has one, else the CPU."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     if torch.cuda.device_count() >= local_ranks:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

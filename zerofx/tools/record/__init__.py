@@ -1,1 +1,1 @@
-"""Measure what a compiled model does, next to what was predicted: `zerofx.record`."""
+"""Measure the steps of a compiled model, next to their prediction: `zerofx.record`."""

@@ -1,4 +1,4 @@
-"""Live ranges of memory from the events of torch's allocator, and the most that lived at once."""
+"""Live ranges of memory from the events of torch's allocator, and their high-water mark."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEVER = float("inf")
 
 @dataclass
 class Block:
-    """One allocation, from when to when. is_ghost: its free was not seen."""
+    """The live range of one allocation. is_ghost: its free was not seen."""
 
     address: int
     nbytes: int
@@ -25,7 +25,7 @@ def replay(events: Iterable[tuple[float, int, int]]) -> list[Block]:
     """Turn (time, address, +-bytes), in order of time, into live ranges.
 
     The profiler sees only the calling thread, and gloo drops its last reference to a tensor in a
-    thread of its own; such a block ends, at the latest, where a new one overlaps its addresses.
+    thread of its own. Such a block ends, at the latest, when a new one overlaps its addresses.
     """
     live: dict[int, Block] = {}
     starts: list[int] = []
@@ -54,7 +54,7 @@ def replay(events: Iterable[tuple[float, int, int]]) -> list[Block]:
 
 
 class Levels:
-    """How much was live at any time from `begin` on, where `held_bytes` were.
+    """Live bytes at any time from `begin` on, when `held_bytes` were live.
 
     At equal times frees come first: a ghost ends as its successor begins.
     """
@@ -71,13 +71,13 @@ class Levels:
         self._levels = list(accumulate(change for _, _, change in changes))
 
     def most(self, start: float, stop: float) -> int:
-        """Return the most that was live at once between two times."""
+        """Return the most bytes that were live at once between two times."""
         first = max(bisect_right(self._times, start) - 1, 0)
         return max(self._levels[first : bisect_right(self._times, stop)], default=0)
 
 
 def most_of(levels: Levels, spans: Sequence[tuple[str, float, float]]) -> dict[str, int]:
-    """Return the most within each span, by name; the most of several of one name."""
+    """Return the most live bytes within each span, by name; the largest of several of one name."""
     found: dict[str, int] = {}
     for name, start, stop in spans:
         found[name] = max(found.get(name, 0), levels.most(start, stop))

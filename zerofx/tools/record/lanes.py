@@ -1,4 +1,4 @@
-"""From notes of what ran beside a schedule's calls to spans of their lanes, by name."""
+"""Turn notes of work that overlaps a schedule's calls into spans of its lanes, by name."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _VERBS = {UPDATE: "update", D2H: "D2H", H2D: "H2D", NVME_READ: "RD", NVME_WRITE:
 
 
 class Row(NamedTuple):
-    """One span of one step: begin, end, how long the host was in it; of what is noted, bytes."""
+    """One span of one step: begin, end, time of the host in it, and the bytes of a note."""
 
     start: float
     end: float
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which span a note belongs to, and what is known of it."""
+    """The span that a note belongs to."""
 
     name: str
     graph: str
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 def own_rows(
     recorded: RecordedStep, expected: Mapping[str, Sequence[Step]], clock: Clock
 ) -> dict[Place, Row]:
-    """Return what a recorded step's notes come to: one row a span, all of its requests together."""
+    """Return the rows of a recorded step's notes, one per span with all of its requests."""
     found: dict[Place, Row] = {}
     zero = recorded.own()[FORWARD].began
     for note in recorded.notes:
@@ -59,7 +59,7 @@ def own_rows(
             moment = note.moment
             ends = note.span if moment is None else (moment.began_ns, moment.ended_ns)
             if not all(ends):
-                continue  # under way when the recording ended
+                continue  # in flight when the recording ended
             start, end = (clock.until_us(zero, at) for at in ends)
         before = found.get(place, Row(start, end))
         found[place] = Row(
@@ -71,7 +71,7 @@ def own_rows(
 def _place(
     note: Note, recorded: RecordedStep, expected: Mapping[str, Sequence[Step]]
 ) -> Place | None:
-    """Return the span of a note: the step of the schedule that launched it, or one beside."""
+    """Return the span of a note: the step of the schedule that launched it, or one of its own."""
     lane, verb = LANES[note.lane], _VERBS[note.lane]
     bucket = int(note.what[1:]) if note.what else -1
     for graph, run in recorded.own().items():
@@ -87,11 +87,11 @@ def _place(
     for began_ns, ended_ns in recorded.update_times:
         if began_ns <= note.launched_ns <= ended_ns:
             return Place(f"{STEP} {verb} {note.what}", STEP, lane, bucket)
-    return None  # between steps: somebody looked at values
+    return None  # between steps: the user read values
 
 
 def span_of(place: Place, program: Planned) -> MeasuredSpan:
-    """Return a span without times of what is no step of the schedule's."""
+    """Return a span without times for work that is no step of the schedule."""
     kind = "update" if place.lane is Lane.UPDATE else "transfer"
     buckets = {b.index: b for b in program.layout.buckets}
     unit = buckets[place.bucket].label() if place.bucket in buckets else ""
@@ -99,7 +99,7 @@ def span_of(place: Place, program: Planned) -> MeasuredSpan:
 
 
 def hand_out(notes: Iterable[Note], steps: Sequence[RecordedStep]) -> None:
-    """Give each note to the step in which it was launched."""
+    """Assign each note to the step in which it was launched."""
     starts = [step.runs[0][1].began_ns for step in steps]
     for note in notes:
         at = bisect_right(starts, note.launched_ns) - 1

@@ -1,8 +1,8 @@
-"""The memory of one step as it is: live tensor bytes, call by call.
+"""Measured memory of one step: live tensor bytes, call by call.
 
-On CUDA the caching allocator's own peaks are read around each call, which waits for nothing. On a
-CPU the allocator has no count, and torch.profiler is told of every allocation: the step that is
-measured so is left out of the times. What lives already is found among Python's objects.
+On CUDA the peak of the caching allocator is read around each call, without a synchronisation. The
+CPU's allocator has no such count, so torch.profiler records every allocation, and that step is left
+out of the times. Tensors that exist before the step are found among Python's objects.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ class MemoryMeter(Protocol):
     """Measures the memory of one step: `start`, some steps, `begin`, that step, `end`."""
 
     def start(self) -> None:
-        """Begin to watch: what is allocated from here on may be freed in the measured step."""
+        """Begin to watch: allocations from here on may be freed in the measured step."""
 
     def begin(self) -> None: ...
 
     def around(self, name: str) -> AbstractContextManager[Any]:
-        """Return within what a call of that step runs."""
+        """Return the context in which a call of that step runs."""
 
     def end(self) -> MeasuredMemory: ...
 
     def stop(self) -> None:
-        """Watch no more, where an exception has ended the block."""
+        """Stop watching after an exception has ended the block."""
 
 
 def meter_for(device: torch.device) -> MemoryMeter:
-    """Return what measures the memory of a device."""
+    """Return the memory meter of a device."""
     return CudaMeter(device) if device.type == "cuda" else HostMeter()
 
 
 class Metering:
-    """The one step of a recording whose memory is measured. found: once it has ended.
+    """The step of a recording whose memory is measured. found: set once it has ended.
 
     step: its number, from 0 on.
     """
@@ -64,7 +64,7 @@ class Metering:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch within the block; a step that an exception ends is not measured."""
+        """Watch during the block; a step that ends with an exception is not measured."""
         self._meter.start()
         try:
             yield
@@ -73,7 +73,7 @@ class Metering:
             self._meter.stop()
 
     def starting(self, step: int) -> None:
-        """Begin or end to measure: a step of this number is about to start."""
+        """Begin or end measuring, before the step of this number starts."""
         self._end()
         if step == self._step:
             self._meter.begin()
@@ -85,11 +85,11 @@ class Metering:
             self.found = self._meter.end()
 
     def around(self, name: str) -> AbstractContextManager[Any]:
-        """Return within what a call runs."""
+        """Return the context in which a call runs."""
         return self._meter.around(name) if self.is_under_way else nullcontext()
 
     def enter(self, name: str) -> None:
-        """Begin a call whose end `leave` tells."""
+        """Begin a call, which `leave` ends."""
         self._entered = self.around(name)
         self._entered.__enter__()
 
@@ -100,7 +100,7 @@ class Metering:
 
 
 class CudaMeter:
-    """Reads the caching allocator's peak around each call; resets it, so that it is each call's."""
+    """Reads and resets the caching allocator's peak around each call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -114,7 +114,7 @@ class CudaMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _take(self) -> int:
-        """Return the most since the last time."""
+        """Return the peak since the last call of this."""
         most = torch.cuda.max_memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._peak_bytes = max(self._peak_bytes, most)
@@ -135,10 +135,10 @@ class CudaMeter:
 
 
 class HostMeter:
-    """Replays every allocation of a step, from what lives at its begin.
+    """Replays every allocation of a step, starting with the tensors that exist at its begin.
 
-    Blocks that another thread frees unseen are told by that they no longer live at the end; when
-    they went is not known.
+    A block that another thread freed unseen is recognised by its absence at the end; the time of
+    its free is unknown.
     """
 
     def __init__(self) -> None:
@@ -153,15 +153,16 @@ class HostMeter:
         self._is_running = True
 
     def _check(self) -> None:
-        """Refuse to read what somebody else's profiler, or another thread, has taken away."""
+        """Refuse to go on after another profiler or another thread has ended this one."""
         if not is_profiling():
             raise RecordingError(
                 "record: memory=True has lost its torch.profiler: another one ran within the "
-                "block, or this step runs on another thread than the one that entered it"
+                "block, or this step runs on another thread. Remove the other profiler, or enter "
+                "the block on the thread of the loop."
             )
 
     def begin(self) -> None:
-        gc.collect()  # what is garbage already is not the step's
+        gc.collect()  # so that the step frees no garbage of earlier ones
         self._held_bytes = sum(living().values())
         with record_function(_BEGIN):
             pass
@@ -189,7 +190,7 @@ class HostMeter:
         if not memory:
             raise RecordingError(
                 "record: memory=True has seen no allocation: another torch.profiler was started "
-                "within the block; take it out"
+                "within the block. Remove it."
             )
         ranges = [(e["name"], e["ts"], e["ts"] + e["dur"]) for e in events
                   if e.get("cat") == "user_annotation"]  # fmt: skip
@@ -214,12 +215,12 @@ class HostMeter:
 
 
 def living() -> dict[int, int]:
-    """Return the storages that torch's CPU allocator has made and that live: address -> bytes."""
+    """Return the live storages of torch's CPU allocator: address -> bytes."""
     found = {}
     for tensor in gc.get_objects():
         kind = type(tensor)
         if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not _PLAIN:
-            continue  # what wraps tensors has none of its own
+            continue  # a wrapper of tensors has no storage
         for each in (tensor, raw_grad.__get__(tensor) if tensor.is_leaf else None):
             if each is None or each.layout is not torch.strided or each.device.type != "cpu":
                 continue

@@ -7,9 +7,9 @@
     recording.save("run.json.gz")
 
 While the block runs, each schedule's functions are replaced by copies of themselves whose calls are
-timed (`stopwatch.py`); behind it the model is as it was. On CUDA times are those of events on the
-compute's stream, else the host's. What a collective takes is seen from its launch to the end of its
-wait; copies, ways to and from the disk and updates on their thread tell their own begin and end
+timed (`stopwatch.py`); afterwards the model is as before. On CUDA times are those of events on the
+compute stream, else the host's. A collective is measured from its launch to the end of its wait.
+Copies, reads and writes of files, and updates on their thread report their own begin and end
 (`runtime/tiers/beside.py`).
 """
 
@@ -45,6 +45,7 @@ from zerofx.tools.record.memory import Metering, meter_for
 from zerofx.tools.record.steps import UPDATE, RecordedStep, measured
 from zerofx.tools.record.stopwatch import Around, Run, Stopwatch, clock_for
 from zerofx.tools.views.recording import RecordingView
+from zerofx.tools.words import counted
 
 # -- torch.profiler during a recording: the most expensive operators in each call of the schedule
 
@@ -53,20 +54,20 @@ NUM_OPS = 5  # of each call
 
 
 def profiler_for(device: torch.device) -> Any:
-    """Return a profiler of the host, and of the device where it is not the host."""
+    """Return a profiler of the host, and of the device if it is another one."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(activities=kinds, acc_events=True)
 
 
-def dearest_operators(
+def most_expensive_operators(
     profiler: Any, names: Collection[str]
 ) -> dict[str, tuple[tuple[str, float], ...]]:
-    """Return, for each range of these names, its operators that took most: (name, us a run).
+    """Return the most expensive operators of each range of these names: (name, us per run).
 
-    An operator's time is its own, without that of those which it called: the device's time where it
-    launched any.
+    The time of an operator excludes the operators that it called. It is the device's time if the
+    operator launched any kernel.
     """
     sums: dict[str, dict[str, float]] = {}
     runs: dict[str, int] = defaultdict(int)
@@ -100,19 +101,19 @@ log = logging.getLogger("zerofx")
 def record(
     model: CompiledModule, *, warmup: int = 1, profile: bool = False, memory: bool = False
 ) -> Iterator[RecordingView]:
-    """Record the steps that run in the block; what is yielded is filled at its end.
+    """Record the steps that run in the block; the yielded view is filled at its end.
 
-    model: what `zerofx.compile` returned. Programs that are compiled in the block are recorded too.
+    model: a model that `zerofx.compile` returned. Programs compiled in the block are recorded too.
     warmup: steps left out at the start.
     profile: run torch.profiler too, each call a range of its own, and note the most expensive
         operators of each; this makes everything slower.
-    memory: measure what the first step behind the warmup holds, call by call, and leave it out of
-        the times; on a CPU torch.profiler runs up to its end. The warmup must reach over one whole
-        loop (all micro-batches and the optimizer).
+    memory: measure the memory of the first step after the warmup, call by call, and leave it out of
+        the times; on a CPU torch.profiler runs up to its end. The warmup must include one whole
+        step (all micro-batches and the optimizer).
 
     Raises:
         RecordingError: the model is not compiled by zerofx, replays CUDA graphs, or ran no whole
-            step behind the warmup (and that of `memory`); or both `profile` and `memory` are asked.
+            step after the warmup (and that of `memory`); or `profile` and `memory` are both set.
     """
     recorder = _Recorder(model, warmup, profile, memory)
     found = RecordingView()
@@ -124,39 +125,42 @@ def record(
 def _check(model: Any, warmup: int, profile: bool, memory: bool) -> None:
     if not isinstance(model, CompiledModule):
         raise RecordingError(
-            f"record takes a model that zerofx.compile returned, got {type(model).__name__}"
+            f"record was given a {type(model).__name__} that is not compiled. Pass the model that "
+            "zerofx.compile returned."
         )
     if model._zerofx.setting.plan.cuda_graph:
         raise RecordingError(
-            "record: Plan(cuda_graph=True) replays whole forwards and backwards, within which "
-            "nothing can be timed; record with cuda_graph=False"
+            "record: Plan(cuda_graph=True) replays whole forwards and backwards, whose calls "
+            "cannot be timed. Record with cuda_graph=False."
         )
     if (memory or profile) and is_profiling():
         what = "memory=True" if memory else "profile=True"
         raise RecordingError(
             f"record: {what} runs torch.profiler, and one is running here already (another such "
-            "recording, or your own); end that first"
+            "recording, or your own). End that first."
         )
     if memory and (profile or warmup < 1):
         what = "profile=True" if profile else "warmup=0"
         raise RecordingError(
-            f"record: memory=True and {what} do not go together: "
+            f"record: memory=True and {what} exclude each other: "
             + (
-                "both run torch.profiler; record twice"
+                "both run torch.profiler. Record twice."
                 if profile
-                else "what was there before is not seen to go; take warmup=1 or more"
+                else "frees of earlier tensors would not be seen. Set warmup=1 or more."
             )
         )
 
 
 class _Recorder:
-    """Puts stopwatches over a model's programs, and takes them off again."""
+    """Wraps a model's programs in stopwatches, and unwraps them again."""
 
     def __init__(self, model: CompiledModule, warmup: int, profile: bool, memory: bool) -> None:
         _check(model, warmup, profile, memory)
         self._table, self._world = model._zerofx.table, model._zerofx.engine.world
         if self._table.on_bound is not None:
-            raise RecordingError("record: this model is being recorded already, in an outer block")
+            raise RecordingError(
+                "record: an outer block records this model already. Remove one of them."
+            )
         self._clock = clock_for(self._world.device)
         self._warmup = warmup
         self._profiler = profiler_for(self._world.device) if profile else None
@@ -171,7 +175,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Time every program of the model, and every optimizer's steps, within the block."""
+        """Time every program of the model, and all optimizer steps, during the block."""
         hooks = [
             register_optimizer_step_pre_hook(lambda *_: self._begin_update()),
             register_optimizer_step_post_hook(lambda *_: self._end_update()),
@@ -212,19 +216,19 @@ class _Recorder:
         if run.backward is not None:
             run.backward = over[BACKWARD].over(run.backward)
 
-    # -- what comes in, in the order of time ----------------------------------------------------
+    # -- events, in the order of time -----------------------------------------------------------
     def _starting(self, graph: str) -> None:
         if self._metering is not None and graph == FORWARD:
             self._metering.starting(len(self._steps))
 
     def _around(self) -> Around | None:
-        """Return within what the calls of a run are to run."""
+        """Return the context for the calls of a run."""
         if self._metering is not None:
             return self._metering.around if self._metering.is_under_way else None
         return None if self._profiler is None else torch.profiler.record_function
 
     def _take(self, program: Planned, run: Run) -> None:
-        """Note a run: a forward ends the step before it and begins one."""
+        """Note a run; a forward ends the step before it and begins a new one."""
         if run.graph == FORWARD:
             if self._steps:
                 self._steps[-1].close(run.began)
@@ -246,19 +250,19 @@ class _Recorder:
             self._steps[-1].updates.append((began, self._clock.mark(), (now - host) / 1e3))
             self._steps[-1].update_times.append((host, now))
 
-    # -- what comes out -------------------------------------------------------------------------
+    # -- results --------------------------------------------------------------------------------
     def results(self) -> list[Measured]:
-        """Return what was measured of each program, in the order of their first steps."""
+        """Return the measurement of each program, in the order of their first steps."""
         self._clock.settle()
         _, updates = self._noting
-        updates.settle()  # those of a delayed plan run on behind the block
+        updates.settle()  # delayed updates run on after the block
         hand_out(self._beside.notes, self._steps)
         steps = self._steps[self._warmup + (self._metering is not None) :]
         if not steps:
             more = "" if self._metering is None else " and one for its memory"
             raise RecordingError(
-                f"record: {len(self._steps)} steps ran in the block, of which "
-                f"warmup={self._warmup}{more} are left out; run more, or lower warmup"
+                f"record: {counted(len(self._steps), 'step')} ran in the block, of which "
+                f"warmup={self._warmup}{more} are left out. Run more steps, or lower warmup."
             )
         programs = {id(s.program): s.program for s in steps}
         found = []
@@ -266,7 +270,7 @@ class _Recorder:
             own, all_steps = [s for s in steps if s.program is program], self._steps_of(program)
             ops = {}
             if self._profiler is not None:
-                ops = dearest_operators(self._profiler, {s.name for s in all_steps})
+                ops = most_expensive_operators(self._profiler, {s.name for s in all_steps})
             held = self._held(program, all_steps)
             found.append(measured(all_steps, own, self._clock, self._world, ops, held))
         return found
@@ -280,12 +284,12 @@ class _Recorder:
             return None
         graphs = step.own()
         if any(s.name not in found.held for s in steps if s.graph in graphs):
-            log.warning("record: the step whose memory was to be measured was broken off")
+            log.warning("record: the step whose memory was measured did not run to its end")
             return None
         return found
 
     def _steps_of(self, program: Planned) -> tuple[Step, ...]:
-        """Return the program's steps: one for each call that its functions make."""
+        """Return the program's steps, one per call of its functions."""
         if id(program) not in self._schedules:
             self._schedules[id(program)] = schedule(program).steps
         return self._schedules[id(program)]

@@ -1,4 +1,4 @@
-"""From the marks of a recording to one program's measured steps: which call was which, medians."""
+"""Turn the marks of a recording into one program's measured steps, with medians over all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zerofx.runtime.tiers.beside import Note
 from zerofx.tools.record.lanes import LANES, Place, Row, own_rows, span_of
 from zerofx.tools.record.stopwatch import REGION, Clock, Run
 
-UPDATE = "step update"  # the name of the optimizer's own step, behind backward
+UPDATE = "step update"  # the name of the optimizer's own step, after backward
 _VERBS = {"region": {REGION}, "wait": {"wait"}, "release": {"release"}, "pack": {"pack"},
           "update": {"update"}, "sync": {"sync_buffers"}}  # fmt: skip
 
@@ -26,17 +26,17 @@ _NOTED = frozenset(LANES.values())  # lanes whose own begins and ends are known
 
 @dataclass
 class RecordedStep:
-    """What ran from one forward to the next: of its own program, and of any other."""
+    """The runs between one forward and the next, of its own program and of others."""
 
     program: Planned
     runs: list[tuple[Planned, Run]] = field(default_factory=list)
     updates: list[tuple[Any, Any, float]] = field(default_factory=list)  # begin, end, host_us
     update_times: list[tuple[int, int]] = field(default_factory=list)  # the same on the host
-    notes: list[Note] = field(default_factory=list)  # of what was launched meanwhile
+    notes: list[Note] = field(default_factory=list)  # of transfers and updates launched meanwhile
     end: Any = None
 
     def close(self, mark: Any) -> None:
-        """Note the step's end."""
+        """Mark the end of the step."""
         self.end = mark
 
     def own(self) -> dict[str, Run]:
@@ -56,12 +56,12 @@ def measured(
     ops: Mapping[str, tuple[tuple[str, float], ...]],
     memory: MeasuredMemory | None = None,
 ) -> Measured:
-    """Lay the recorded steps of one program over its schedule's `steps`.
+    """Match the recorded steps of one program with its schedule's `steps`.
 
-    memory: what was measured of one more.
+    memory: measured on one more step.
 
     Raises:
-        RecordingError: all were broken off.
+        RecordingError: no step ran to its end.
     """
     program = recorded[0].program
     expected: dict[str, list[Step]] = {}
@@ -95,7 +95,7 @@ def measured(
 def _whole(
     recorded: Sequence[RecordedStep], expected: Mapping[str, list[Step]]
 ) -> list[RecordedStep]:
-    """Return the steps that ran all functions that any of them ran, to the end."""
+    """Return the steps that ran every function to the end that any of them ran."""
     whole = [r for r in recorded if _is_whole(r, expected)]
     num = max((len(r.own()) for r in whole), default=0)
     if not whole:
@@ -123,9 +123,9 @@ def _table(
     clock: Clock,
     own: Mapping[str, Row],
 ) -> dict[str, Row]:
-    """Return the times of each of a step's spans, from its forward's begin on.
+    """Return the times of each span of a step, counted from the begin of its forward.
 
-    own: of the spans whose own begin and end were noted.
+    own: rows of the spans that reported their own begin and end.
     """
     rows: dict[str, Row] = {}
     zero = recorded.own()[FORWARD].began
@@ -144,7 +144,7 @@ def _table(
         rows[UPDATE] = Row(clock.between_us(zero, began), clock.between_us(zero, ended), host)
     for step in (s for graph in recorded.own() for s in expected[graph]):
         if step.kind == "launch" and step.lane in _NOTED and step.name not in own:
-            del rows[step.name]  # what it would have moved was there
+            del rows[step.name]  # its data was there already
     for name, row in own.items():
         rows[name] = row._replace(host_us=rows[name].host_us if name in rows else 0.0)
     return rows
@@ -183,7 +183,7 @@ def _abouts(
 
 
 def _updates_away(program: Planned) -> bool:
-    """Tell whether all that the optimizer steps lives off the device."""
+    """Tell whether all parameters that the optimizer updates live off the device."""
     buckets = program.layout.buckets
     trained = [b for b in buckets if b.trainable]
     return bool(trained) and all(b.is_away for b in trained)
@@ -195,7 +195,7 @@ def _span(
     typical: int,
     ops: tuple[tuple[str, float], ...],
 ) -> MeasuredSpan:
-    """Return a span with the medians over its rows; its place is the typical one's."""
+    """Return a span with the medians over its rows, at the place of the most typical one."""
     had = [row for row in rows if row is not None]
     each = [row.end - row.start for row in had]
     shown = rows[typical] or had[0]

@@ -1,7 +1,7 @@
-"""A stopwatch over one emitted schedule: when each of its calls began and ended.
+"""A stopwatch for one emitted schedule: the begin and end of each of its calls.
 
-It stands in for the schedule's functions while a recording runs, and is not there otherwise.
-Nothing is waited for: on CUDA events are left on the compute's stream, and read once all is over.
+It replaces the schedule's functions during a recording only. It never synchronises: on CUDA it
+puts events on the compute stream and reads them at the end.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REGION = "region"
 
 
 class Clock(Protocol):
-    """Tells when the compute gets to what is launched now."""
+    """Tells when the device reaches the work that is launched now."""
 
     def mark(self) -> Any: ...
 
@@ -34,7 +34,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's own clock: on a CPU what is called runs at once."""
+    """The host's own clock: on a CPU every call runs at once."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -49,7 +49,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Events on the compute's stream: when the device gets to them, known at the end."""
+    """Events on the compute stream, whose times are read at the end."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +76,7 @@ class CudaClock:
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Return the clock that tells when work on a device runs."""
+    """Return the clock for work on a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -102,9 +102,9 @@ class Run:
 class Stopwatch:
     """Times the calls that one function of a schedule makes.
 
-    graph: "forward" or "backward". verbs: the engine's calls that are timed. starts: is told before
-        each run. done: takes each run, whole or broken off. names: of the calls in their order, for
-        `around`: it returns within what a call of that name runs, None for nothing.
+    graph: "forward" or "backward". verbs: the engine's calls to time. starts: called before each
+        run. done: called with each run, complete or not. names: of the calls in their order, for
+        `around`, which returns the context of a call of that name, or None.
     """
 
     def __init__(
@@ -122,10 +122,10 @@ class Stopwatch:
         self._verbs = verbs
         self._names, self._around = names, around
         self._run: Run | None = None
-        self._within: Around | None = None  # of the run under way
+        self._within: Around | None = None  # of the current run
 
     def over(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of a schedule that runs as it did, each of its calls timed."""
+        """Return a copy of a schedule's function in which each call is timed."""
         assert isinstance(function, FunctionType), f"{function} is no function of a schedule"
         own = dict(function.__globals__)
         for name in vars(own["regions"]):
@@ -154,7 +154,7 @@ class Stopwatch:
         return watched
 
     def timed(self, verb: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a call that notes when it began and ended."""
+        """Return a function that notes its begin and end."""
         mark, now = self._clock.mark, time.perf_counter_ns
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -176,7 +176,7 @@ class Stopwatch:
 
 
 class _Watched:
-    """Stands in for an object whose attributes are wrapped as they are asked for."""
+    """A proxy of an object that wraps its attributes when they are read."""
 
     def __init__(self, held: Any, wrap: Callable[[Any], Any]) -> None:
         self._held, self._wrap = held, wrap

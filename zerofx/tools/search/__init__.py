@@ -1,4 +1,4 @@
-"""Search: the plans that fit a model on a hardware, and which of them is the fastest."""
+"""Search for the plans that fit a model on some hardware, and the fastest of them."""
 
 from zerofx.tools.search.entry import search
 

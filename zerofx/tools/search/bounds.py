@@ -1,8 +1,8 @@
-"""Bounds of a choice before any pass runs for it: bytes and time that no schedule goes below.
+"""Lower bounds of a choice before any pass runs for it: bytes and time of every schedule.
 
-Memory is at least what lasts plus the most that activations take; a step takes at least what any
-one lane takes. Compute and activations are those of the same model on one rank without sharding,
-found once for each shape of micro-batch; the rest are closed forms over the number of parameters.
+Memory is at least the persistent bytes plus the peak of activations; a step takes at least the time
+of its longest lane. Compute and activations are those of the same model on one rank without
+sharding, found once per shape of micro-batch. The rest are closed forms in the parameters.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zerofx.tools.search.family import Family
 from zerofx.tools.search.space import Choice
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-# Fields of a plan that has one rank and nothing that moves.
+# Fields of a plan for one rank without transfers.
 ALONE = {
     "stage": 0, "shard_axis_size": None, "update": "step", "tiling": "off", "prefetch": "auto",
     "memory_budget": None, "host_budget": None,
@@ -48,7 +48,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class Bound:
-    """What a choice takes at least; `lane` is the one whose time that is."""
+    """Lower bounds of a choice; `lane` is the one with the longest time."""
 
     step_us: float
     peak_bytes: float
@@ -72,20 +72,20 @@ class Bounds:
     _alone: dict[object, Alone] = field(default_factory=dict)
 
     def of(self, choice: Choice) -> Bound:
-        """Return what `choice` takes at least.
+        """Return the lower bounds of `choice`.
 
         Raises:
             CaptureError: the model cannot be captured at that micro-batch.
         """
-        if choice.plan.activations == "auto":  # what is kept is decided for all ranks, by a budget
+        if choice.plan.activations == "auto":  # a budget decides for all ranks
             return self.rough(choice)
         return self._bound(choice, self._of_one_rank(choice))
 
     def rough(self, choice: Choice) -> Bound:
-        """Return what `choice` takes at least, without capturing the model for it.
+        """Return lower bounds of `choice` without capturing the model for it.
 
-        Recomputing and copying activations only add to compute, and where no rate falls with size,
-        smaller micro-batches take at least as long a sample as the largest ones.
+        Recomputing and copying activations only add to compute. If no rate falls with size, a
+        sample of a smaller micro-batch takes at least as long as one of the largest.
         """
         if not self._rates_grow and choice.samples != self.plainest.samples:
             return Bound(0.0, self._peak_bytes(choice, NOTHING), "compute")
@@ -161,8 +161,10 @@ class Bounds:
         return lanes
 
     def _gathers(self, choice: Choice) -> int:
-        """Return the elements gathered in a step at stage 3: in forward all, in backward those of
-        all layers but one, which may still be there."""
+        """Return the elements gathered in a step at stage 3.
+
+        In forward all, in backward those of all layers but one, which may still be gathered.
+        """
         again = self.family.layer_numel * max(self.family.layers - 1, 0)
         return choice.accumulation * (self.family.numel + again)
 
@@ -179,7 +181,7 @@ class Bounds:
 
     # -- memory -----------------------------------------------------------------------------
     def _peak_bytes(self, choice: Choice, alone: Alone) -> float:
-        """Return what lasts and the most of activations; or what lasts and all gradients."""
+        """Return the persistent bytes plus the peak of activations, or plus all gradients."""
         plan = choice.plan
         ranks, _ = plan.axis_sizes(self.world_size)
         numel, trained = self.family.numel, self.family.trained_numel
@@ -202,7 +204,7 @@ class Bounds:
 
 
 def _most_held(memory: Memory) -> float:
-    """Return the most bytes of activations at any time."""
+    """Return the peak of the bytes of activations."""
     change: Counter[int] = Counter()
     for storage in memory.storages:
         if storage.category is Category.ACTIVATIONS:

@@ -1,4 +1,4 @@
-"""One search under way: choices by their bounds, priced until no other can be the best."""
+"""One search: choices in the order of their bounds, priced until no other can be the best."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zerofx.analysis.time.forecast import RESERVED_BYTES
+from zerofx.analysis.time.forecast import available_bytes
 from zerofx.errors import CaptureError, PlanError, TargetError
 from zerofx.hardware import Hardware
 from zerofx.plan.sizes import format_bytes
@@ -15,19 +15,20 @@ from zerofx.tools.search.bounds import Bound, Bounds
 from zerofx.tools.search.family import Family, Says, silent
 from zerofx.tools.search.outcome import Counts, Found, Outcome, outcome
 from zerofx.tools.search.space import Choice, Space
+from zerofx.tools.words import counted
 
 # A plan that cannot gain more than this share of the time is not priced.
 TIME_GAP = 0.01
-# The fastest plan is sought for the whole of a device's memory, and for these parts of it.
+# The fastest plan is searched for the whole memory of a device, and for these parts of it.
 LEVELS = (1.0, 0.5, 0.25)
-# Priced at most for each part: bounds on memory are loose where little is allowed. The fastest
-# plan of the whole memory is sought without a limit.
+# Plans priced at most for each smaller part, for which bounds on memory are loose. The search for
+# the fastest plan of the whole memory has no limit.
 MOST_PRICED = 24
 
 
 @dataclass
 class Search:
-    """One search under way: what was priced so far, and what was left out by which bound."""
+    """One search: the choices priced so far, and the bounds by which others were left out."""
 
     family: Family
     space: Space
@@ -43,12 +44,12 @@ class Search:
         return self.space.hardware
 
     def price(self, choice: Choice) -> Outcome | None:
-        """Return what a choice comes to, None where its plan cannot be for this model."""
+        """Return the outcome of a choice, None if its plan is not valid for this model."""
         if choice not in self.priced and choice not in self.refused:
             try:
                 found = outcome(choice, self.family, self.hardware, self.space.world_size)
                 self.priced[choice] = found
-                self.says(f"{len(self.priced)} plans priced", True)
+                self.says(f"{counted(len(self.priced), 'plan')} priced", True)
             except PlanError as error:
                 self.refused[choice] = str(error)
             except (CaptureError, TargetError) as error:
@@ -56,18 +57,20 @@ class Search:
         return self.priced.get(choice)
 
     def run(self) -> Found:
-        """Find the fastest plan for each level of memory; return all that is known then.
+        """Find the fastest plan for each level of memory; return everything found.
 
         Raises:
-            PlanError: what is settled contradicts itself in every plan.
+            PlanError: the given fields allow no valid plan.
         """
         choices = list(self.space.choices())
         if not choices:
-            raise PlanError(f"search: no plan can be: {self.space.contradiction()}")
+            raise PlanError(f"search: no valid plan exists: {self.space.contradiction()}")
         limit = available_bytes(self.hardware)
         for level in LEVELS:
             memory = format_bytes(round(level * limit))
-            self.says(f"{len(choices):,} plans: the fastest within {memory} a device", False)
+            self.says(
+                f"{counted(len(choices), 'plan')}: the fastest within {memory} per device", False
+            )
             self.fastest_within(level * limit, choices, None if level == 1.0 else MOST_PRICED)
         too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
         fits = [o for o in self.priced.values() if not o.shortages]
@@ -79,11 +82,11 @@ class Search:
     def fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
         """Price choices in the order of their bounds, until no other can be faster.
 
-        At most `most` are priced that were not before, where that is a number.
+        At most `most` new ones are priced, if it is a number.
 
-        Bounds are rough at first, and taken exactly before anything is priced. Of choices that
-        differ only in how far gathers run ahead, the one that holds least comes first: what it
-        needs the others need, and what it covers of its transfers they may cover wholly.
+        Bounds are rough at first, and exact before anything is priced. Of choices that differ only
+        in the prefetch distance, the one with the least memory comes first: the others need at
+        least as much, and overlap at least as many of their transfers.
         """
         kin = self._kin(limit, choices)
         waiting = [(self.bounded[each[0]].step_us, each[0].place, each[0]) for each in kin.values()]
@@ -108,7 +111,7 @@ class Search:
                 heapq.heappush(waiting, (least_us, other.place, other))
 
     def _kin(self, limit: float, choices: Sequence[Choice]) -> dict[Any, list[Choice]]:
-        """Return what may fit, in groups of kin, the one that holds least first."""
+        """Return the choices that may fit, in groups of kin, the least memory first."""
         found: dict[Any, list[Choice]] = {}
         for choice in choices:
             if choice not in self.bounded:
@@ -120,7 +123,7 @@ class Search:
         return found
 
     def exactly(self, choice: Choice) -> Bound | None:
-        """Return the bound of a choice, None where the model is not captured at its micro-batch."""
+        """Return the bound of a choice, None if the model cannot be captured at its micro-batch."""
         if choice not in self.exact and choice not in self.refused:
             try:
                 self.bounded[choice] = self.bounds.of(choice)
@@ -130,12 +133,7 @@ class Search:
         return self.bounded[choice] if choice in self.exact else None
 
     def _refuse(self, choice: Choice, error: CaptureError | TargetError) -> None:
-        """Leave a micro-batch out that the model does not take; the example call's it must."""
+        """Leave out a micro-batch that the model refuses; raise for that of the example call."""
         if choice.samples == self.family.samples:
             raise error
         self.refused[choice] = str(error)
-
-
-def available_bytes(hardware: Hardware) -> int:
-    """Return what programs may hold of a device."""
-    return max(0, hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type])

@@ -26,28 +26,27 @@ from zerofx.tools.search.outcome import Outcome
 from zerofx.tools.search.space import NVME, Space
 from zerofx.tools.search.view import SearchView
 from zerofx.tools.targets import Target, resolve
+from zerofx.tools.words import counted
 
-# -- What to say where nothing fits: how much is missing, and the nearest plan that fits -----------
+# -- The error if nothing fits: the missing bytes, and the nearest plan that fits ------------------
 
 
 TRIED = 40  # plans that are priced to find the nearest one that fits
 
 
 def too_large(search: Search) -> PlanError:
-    """Return the error of a search that found nothing: what is missing, and the suggestion."""
+    """Return the error of a search that found nothing: the missing bytes, and a suggestion."""
     space = search.space
-    where = f"{space.world_size} ranks of {space.hardware.name}"
-    search.says(
-        f"nothing fits {where}: looking for what misses least, and the nearest that fits", False
-    )
+    where = f"{counted(space.world_size, 'rank')} of {space.hardware.name}"
+    search.says(f"no plan fits {where}: looking for the nearest one that fits", False)
     least = _least(search)
     if least is None and search.refused:
-        return PlanError(f"search: no plan can be: {next(iter(search.refused.values()))}")
+        return PlanError(f"search: no valid plan exists: {next(iter(search.refused.values()))}")
     lines = [f"search: no plan fits {where}"]
     if space.settled:
         lines[0] += f" with {', '.join(sorted(space.settled))} as given"
     if least is not None:
-        lines.append(f"closest is: {least.choice.words()}")
+        lines.append(f"the closest plan: {least.choice.words()}")
         lines += [f"  {shortage}" for shortage in least.shortages]
     found = _nearest(search)
     if found is not None:
@@ -58,7 +57,7 @@ def too_large(search: Search) -> PlanError:
 
 
 def _least(search: Search) -> Outcome | None:
-    """Return the priced plan that misses least; price the one with the least bound as well."""
+    """Return the priced plan that lacks the fewest bytes; price the one with the least bound."""
     choices = sorted(
         search.space.choices(), key=lambda c: (search.bounds.rough(c).peak_bytes, c.place)
     )
@@ -69,7 +68,7 @@ def _least(search: Search) -> Outcome | None:
 
 
 def _nearest(search: Search) -> Nearest | None:
-    """Return a plan that fits and changes as few of the settled fields as any that was tried."""
+    """Return the plan that fits and changes the fewest of the given fields, of those tried."""
     space = search.space
     if not space.settled:
         return None
@@ -100,18 +99,18 @@ def search(
 ) -> SearchView:
     """Return the plans that fit and the fastest of them; nothing is run or allocated.
 
-    target: what the command line takes, `package:function`, `file.py:function` or `hf:config.json`.
+    target: as on the command line, `package:function`, `file.py:function` or `hf:config.json`.
     hardware: a description, a preset's name, or a file.
-    global_samples, batch_tokens: what all ranks train on in a step, in samples or in tokens; by
+    global_samples, batch_tokens: the batch of a step of all ranks, in samples or in tokens; by
         default the example call's samples on every rank. Micro-batches and their accumulation are
         chosen so that a step has that many.
-    plan: its fields stay as they are. Without a precision the fastest format of the hardware is
-        taken. batch, seq: of an `hf:` model's call. nvme: the folder that plans name.
-    says: told what is done next, and whether that is of interest until the next thing only.
+    plan: its fields stay as given. Without a precision, the fastest format of the hardware is used.
+    batch, seq: of an `hf:` model's call. nvme: the folder that plans use for the nvme tier.
+    says: called with the next action, and whether it is of interest until the following one only.
 
     Raises:
         PlanError: the hardware is unknown, the world is empty, the batch cannot be divided, or
-            nothing fits: what is missing, and the nearest plan that fits.
+            nothing fits; then the message has the missing bytes, and the nearest plan that fits.
     """
     whole(1)("world_size", world_size)
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
@@ -130,7 +129,7 @@ def search(
 
 
 def _settled(plan: PlanLike, hardware: Hardware) -> tuple[Plan, frozenset[str]]:
-    """Return the plan to start from, and which of its fields the user has settled."""
+    """Return the plan to start from, and the fields that the user has given."""
     given = dict(plan) if isinstance(plan, Mapping) else as_plan(plan).to_dict()
     default = Plan().to_dict()
     settled = {n for n, v in given.items() if isinstance(plan, Mapping) or v != default[n]}
@@ -142,39 +141,42 @@ def _settled(plan: PlanLike, hardware: Hardware) -> tuple[Plan, frozenset[str]]:
 def _global_samples(
     family: Family, world_size: int, samples: int | None, tokens: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the samples of a step of all ranks, and what was made of the tokens asked for."""
+    """Return the samples of a step of all ranks, and a note if the tokens are rounded."""
     if samples is not None and tokens is not None:
-        raise PlanError("search: give the global batch in samples or in tokens, not in both")
+        raise PlanError(
+            "search: the global batch is given in samples and in tokens. Leave out one of them."
+        )
     if tokens is not None:
         return _of_tokens(family, world_size, tokens)
     if samples is None:
         samples = family.samples * world_size
     if samples < world_size or samples % world_size:
         raise PlanError(
-            f"search: a global batch of {samples} samples cannot be divided among {world_size} "
-            f"ranks; the nearest is {max(1, round(samples / world_size)) * world_size}"
+            f"search: {counted(samples, 'sample')} per step cannot be divided among "
+            f"{counted(world_size, 'rank')}. Give "
+            f"{max(1, round(samples / world_size)) * world_size}, the nearest number that can."
         )
     return samples, ()
 
 
 def _of_tokens(family: Family, world_size: int, tokens: int) -> tuple[int, tuple[str, ...]]:
-    """Return the most samples, alike on all ranks, that have no more tokens than asked for."""
+    """Return the most samples, equally many on all ranks, with at most the given tokens."""
     if not family.tokens:
         raise PlanError(
-            f"search: a global batch of {tokens:,} tokens was asked for, and no input of "
-            f"{family.name} is a matrix of whole numbers, samples by tokens; give it in samples"
+            f"search: {counted(tokens, 'token')} per step are given, and no input of {family.name} "
+            "is an integer matrix, samples by tokens. Give --global-batch, in samples."
         )
     least = family.tokens * world_size
     if tokens < least:
         raise PlanError(
-            f"search: a global batch of {tokens:,} tokens is less than a sample of "
-            f"{family.tokens:,} on each of {world_size} ranks; give {least:,} or more"
+            f"search: {counted(tokens, 'token')} per step are less than a sample of "
+            f"{family.tokens:,} on each of {counted(world_size, 'rank')}. Give {least:,} or more."
         )
     samples = tokens // least * world_size
     taken = samples * family.tokens
     if taken == tokens:
         return samples, ()
     return samples, (
-        f"{tokens:,} tokens a step were asked for and {taken:,} are taken: {samples:,} samples of "
-        f"{family.tokens:,}, alike on {world_size} ranks",
+        f"{tokens:,} tokens per step were given and {taken:,} are used: {samples:,} samples of "
+        f"{family.tokens:,}, equally many on {counted(world_size, 'rank')}",
     )

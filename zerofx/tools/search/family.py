@@ -1,4 +1,4 @@
-"""What a search varies: a model in several sizes, each captured once, or one captured program."""
+"""The variants of a model in a search, each captured once, or one captured program."""
 
 from __future__ import annotations
 
@@ -25,26 +25,27 @@ from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import capture_options
 from zerofx.plan.plan import Plan
 from zerofx.tools.targets import Target, own_errors
+from zerofx.tools.words import counted
 
-# Slots, prefetches and transfers of neighbours reach some layers far, and places alternate between
-# neighbours: from this many layers on, two more add what any two more add.
+# Slots, prefetches and transfers span some layers, and slots alternate between neighbours. From
+# this many layers on, every two more layers add the same.
 SETTLED = 6
 STRIDE = 2
-BEFORE_BUCKETS = "spill-activations"  # the last pass that looks at no parameter's place
+BEFORE_BUCKETS = "spill-activations"  # the last pass before the layout of parameters matters
 
-# Called with what is done next, and whether that is of interest only until the next is said.
+# Called with the next action, and whether it is of interest until the following one only.
 Says = Callable[[str, bool], None]
 
 
 def silent(what: str, is_passing: bool) -> None:
-    """Say nothing."""
+    """Ignore the message."""
 
 
 @dataclass
 class Family(ABC):
-    """What a search varies of one model under one plan: numbers of layers and of samples.
+    """The variants of one model under one plan: numbers of layers and of samples.
 
-    loop: what is known of the training loop, as `forecast` takes it.
+    loop: options of the training loop, as `forecast` takes them.
     """
 
     plan: Plan
@@ -55,7 +56,7 @@ class Family(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """What the model is called."""
+        """The name of the model."""
 
     @property
     @abstractmethod
@@ -80,11 +81,11 @@ class Family(ABC):
     @property
     @abstractmethod
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of layers that are captured: all, or two from which all follow."""
+        """The numbers of layers to capture: all, or two from which the rest is extrapolated."""
 
     @property
     def layers(self) -> int:
-        """How many layers the stack has whose length varies; 0 if there is none."""
+        """Number of layers of the stack whose length varies; 0 if there is none."""
         return 0
 
     @property
@@ -99,19 +100,19 @@ class Family(ABC):
 
     @abstractmethod
     def extrapolated(self, values: tuple[float, ...]) -> float:
-        """Return what all layers have of what was found at each of `lengths`."""
+        """Return the value for all layers from those found at each of `lengths`."""
 
     @abstractmethod
     def _program(self, length: int, samples: int) -> Program:
-        """Return the captured program of the first layers, for a micro-batch of so many samples."""
+        """Return the captured program of the first layers, for a micro-batch of this size."""
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of optimizer state an element."""
+        """Bytes of optimizer state per element."""
         return self.loop.get("optimizer_bytes", ADAMW_STATE_BYTES)
 
     def programs(self, samples: int) -> tuple[Program, ...]:
-        """Return the captured program of each length, for a micro-batch of so many samples."""
+        """Return the captured program of each length, for a micro-batch of this many samples."""
         return tuple(self._program(length, samples) for length in self.lengths)
 
     def finished(
@@ -119,7 +120,7 @@ class Family(ABC):
     ) -> tuple[Planned, ...]:
         """Return the program of each length with all passes run, unproved.
 
-        shape: what decides the passes before buckets are laid out, which run once for each.
+        shape: the choices that the passes before the layout of buckets depend on.
         """
         found = []
         for length, program in zip(self.lengths, self.programs(samples), strict=True):
@@ -132,7 +133,7 @@ class Family(ABC):
 
 @dataclass
 class FamilyOfOne(Family):
-    """The family of one program that was captured already: all its layers, its own micro-batch."""
+    """The family of one captured program: all its layers, its own micro-batch."""
 
     program: Program = field(kw_only=True)
 
@@ -185,20 +186,20 @@ class ModelFamily(Family):
 
     @cached_property
     def stack(self) -> str:
-        """The name of the one list of identical layers that can be shortened; "" is none."""
+        """The name of the list of identical layers that can be shortened; "" if there is none."""
         found = list(_stacks(self.target.module))
         return found[0] if len(found) == 1 else ""
 
     @cached_property
     def layers(self) -> int:
-        """How many layers the stack has."""
+        """Number of layers of the stack."""
         return len(_at(self.target.module, self.stack)) if self.stack else 0
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
-        """The numbers of layers that are captured: all, or two from which all follow.
+        """The numbers of layers to capture: all, or two from which the rest is extrapolated.
 
-        A budget is met by all layers together, so that nothing follows from fewer.
+        All layers together meet a budget, so that fewer layers do not tell.
         """
         short = SETTLED + (self.layers - SETTLED) % STRIDE
         is_short = self.layers <= short + STRIDE
@@ -206,14 +207,14 @@ class ModelFamily(Family):
         return (self.layers,) if is_short or has_budget else (short, short + STRIDE)
 
     def extrapolated(self, values: tuple[float, ...]) -> float:
-        """Return what all layers have of what was found at each of `lengths`."""
+        """Return the value for all layers from those found at each of `lengths`."""
         if len(values) == 1:
             return values[0]
         short, longer = values
         return short + (longer - short) * (self.layers - self.lengths[0]) / STRIDE
 
     def begin_with(self, program: Program) -> None:
-        """Take what was captured of the example call already, where all layers are captured."""
+        """Reuse the captured program of the example call if all layers are captured."""
         if self.lengths == (self.layers,):
             self._programs[self.layers, self.samples] = program
 
@@ -222,14 +223,14 @@ class ModelFamily(Family):
         tensors = [t for t in self._leaves() if isinstance(t, Tensor) and t.dim() > 0]
         if not tensors:
             raise TargetError(
-                f"model {self.target.name!r}: its example call has no tensor with a dimension of "
-                "samples, so that no micro-batch can be chosen"
+                f"model {self.target.name!r} has an example call without a batch dimension. Pass a "
+                "tensor whose first dimension counts samples."
             )
         return tensors[0].shape[0]
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one sample: columns of the first matrix of whole numbers; 0 without one."""
+        """Tokens of one sample: columns of the first integer matrix; 0 without one."""
         for t in self._leaves():
             if isinstance(t, Tensor) and t.dim() == 2 and not t.is_floating_point():
                 return t.shape[1]
@@ -271,17 +272,16 @@ class ModelFamily(Family):
                 if samples == self.samples:
                     raise
                 raise TargetError(
-                    f"model {self.name} is not captured with {samples} samples in place of its "
-                    f"example call's {self.samples}, of which a global batch can have "
-                    f"{self.samples} a rank: {error}"
+                    f"model {self.name} cannot be captured with {samples} samples. Its example "
+                    f"call has {self.samples}, which a global batch can have per rank: {error}"
                 ) from error
         return self._programs[key]
 
     def _capture(self, length: int, samples: int) -> Program:
-        """Capture the first layers with a micro-batch of so many samples."""
+        """Capture the first layers with a micro-batch of this many samples."""
         module, plan = self.target.module, self.plan
         layers = f" with {length} of {self.layers} layers" if self.stack else ""
-        self.says(f"capturing {self.name}{layers}, {samples} samples", True)
+        self.says(f"capturing {self.name}{layers}, {counted(samples, 'sample')}", True)
         if length != self.layers:
             module = _shortened(module, self.stack, length)
         args, kwargs = self._call(samples)
@@ -316,7 +316,7 @@ def _stacks(module: nn.Module, name: str = "") -> Iterator[str]:
 
 
 def _form(layer: nn.Module) -> tuple[Any, ...]:
-    """Return what two layers have alike that are priced alike."""
+    """Return a key that is equal for layers of equal cost."""
     modules = tuple((name, type(m)) for name, m in layer.named_modules())
     tensors = chain(layer.named_parameters(), layer.named_buffers())
     return modules, tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors)

@@ -1,4 +1,4 @@
-"""The nearest plan that fits: as few changes as any that was tried, and the fastest of those."""
+"""The nearest plan that fits: the fastest of those with the fewest changes, of the plans tried."""
 
 from __future__ import annotations
 
@@ -6,50 +6,52 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from zerofx.analysis.time.forecast import available_bytes
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.search.engine import Search, available_bytes
+from zerofx.tools.search.engine import Search
 from zerofx.tools.search.outcome import Outcome, outcome
 from zerofx.tools.search.space import Choice
 from zerofx.tools.views.timeline import format_us
+from zerofx.tools.words import counted
 
-FIRST = 6  # of as many changes: those that hold least, priced to see whether any fits
-FASTER = 6  # priced after one fits, to find a faster one with as many changes
+FIRST = 6  # plans with the least memory for one number of changes, priced until one fits
+FASTER = 6  # plans priced after one fits, to find a faster one with as many changes
 DOUBLINGS = 7  # of the world, to find one that a plan fits
 
-# What a choice changes: each field and the value that it has then.
+# The changes of a choice: each field with its new value.
 Changes = Callable[[Choice], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Nearest:
-    """A plan that fits, and the fields that it changes with the values that they have then."""
+    """A plan that fits, and the fields that it changes with their new values."""
 
     outcome: Outcome
     changed: dict[str, Any]
 
 
 def differing(plan: Plan, choice: Choice, names: Iterable[str]) -> dict[str, Any]:
-    """Return which of the named fields of `plan` a choice has otherwise."""
+    """Return the named fields that differ between `plan` and a choice."""
     before, after = plan.to_dict(), choice.plan.to_dict()
     return {name: after[name] for name in sorted(names) if before[name] != after[name]}
 
 
 def written(found: Nearest) -> str:
-    """Say in a line what the nearest plan changes, and what it comes to."""
+    """Return a line with the changes of the nearest plan, and its time and memory."""
     each = found.outcome
     changed = ", ".join(f"{name} to {value}" for name, value in found.changed.items())
-    said = f"changes {changed}" if changed else "leaves all that as it is"
+    said = f"changes {changed}" if changed else "changes none of the given fields"
     return (
         f"the nearest plan that fits {said}: {each.choice.words()}; "
-        f"{format_us(each.step_us)} a step, {format_bytes(each.peak_bytes)} a device"
+        f"{format_us(each.step_us)} per step, {format_bytes(each.peak_bytes)} per device"
     )
 
 
 def nearest(
     search: Search, choices: Sequence[Choice], changes: Changes, most: int
 ) -> Nearest | None:
-    """Return the plan of `choices` that fits and changes least; None where none that is tried does.
+    """Return the plan of `choices` that fits with the fewest changes, None if none tried fits.
 
     At most `most` plans are priced, those with fewer changes first.
     """
@@ -71,7 +73,7 @@ def nearest(
 
 
 def _any_fits(search: Search, choices: Sequence[Choice], most: int) -> bool:
-    """Price the choices with the least bounds on memory until one fits, `most` of them at most."""
+    """Price the choices with the least bounds on memory until one fits, at most `most` of them."""
     limit = available_bytes(search.hardware)
     bounded = [(b.peak_bytes, c) for c in choices if (b := search.exactly(c)) is not None]
     could = sorted((each for each in bounded if each[0] <= limit), key=lambda e: (e[0], e[1].place))
@@ -80,14 +82,14 @@ def _any_fits(search: Search, choices: Sequence[Choice], most: int) -> bool:
 
 
 def more_ranks(ranks: int) -> str:
-    """Say what more ranks would help the closest plan, by what `ranks_needed` found."""
+    """Return advice on the number of ranks for the closest plan, from `ranks_needed`."""
     if ranks:
-        return f"the closest one fits {ranks} ranks, all of which share its shards"
-    return "more ranks do not help the closest one; take devices or nodes with more memory"
+        return f"it fits {counted(ranks, 'rank')} that all share its shards"
+    return "more ranks do not help; use devices or nodes with more memory"
 
 
 def ranks_needed(search: Search, closest: Outcome) -> int:
-    """Return the first doubling of the world which a plan fits, 0 where none does."""
+    """Return the first doubling of the world that a plan fits, 0 if none does."""
     plan = replace(closest.choice.plan, shard_axis_size=None)
     choice = replace(closest.choice, plan=plan)
     for doublings in range(1, DOUBLINGS + 1):

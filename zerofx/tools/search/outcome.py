@@ -1,4 +1,4 @@
-"""What a choice comes to, by the figures of two short programs; what a search found of all."""
+"""The outcome of a choice, from the figures of two short programs, and of a whole search."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast, Shortage, forecast
+from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes, forecast
 from zerofx.analysis.time.steps import Lane
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
@@ -15,15 +15,15 @@ from zerofx.passes.order import Setting
 from zerofx.tools.search.family import Family
 from zerofx.tools.search.space import Choice, Space
 
-# A step of more micro-batches adds what the last of so many adds.
+# Every further micro-batch adds as much as the last one of this many.
 LOOPED = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of one rank's step under one choice.
+    """Figures of one rank's step for one choice.
 
-    tokens: of one sample, 0 where inputs are no sequences.
+    tokens: of one sample, 0 if inputs are no sequences.
     figures: by name; `busy`, `exposed` and `bytes` of a lane follow its name after a colon.
     """
 
@@ -51,13 +51,13 @@ class Outcome:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples that all ranks train on in a second."""
+        """Samples per second of all ranks."""
         choice = self.choice
         return 1e6 * choice.samples * choice.accumulation * self.world_size / self.step_us
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens that all ranks train on in a second; 0 where inputs are no sequences."""
+        """Tokens per second of all ranks; 0 if inputs are no sequences."""
         return self.tokens * self.samples_per_s
 
     def lane(self, what: str) -> dict[str, float]:
@@ -67,11 +67,11 @@ class Outcome:
 
     @cached_property
     def shortages(self) -> tuple[Shortage, ...]:
-        """The tiers that cannot hold what they should, of one device or of one node."""
+        """The tiers with too little memory, of one device or of one node."""
         h = self.hardware
         sharing = min(self.world_size, h.devices_per_node)
         host = self.host_bytes + (self.peak_bytes if h.device_type == "cpu" else 0)
-        there = max(0, h.device_memory_bytes - RESERVED_BYTES[h.device_type])
+        there = available_bytes(h)
         found = (
             Shortage("each device", self.peak_bytes, there),
             Shortage("host memory of a node", host * sharing, h.host_memory_bytes),
@@ -81,12 +81,12 @@ class Outcome:
 
     @property
     def fits(self) -> bool:
-        """Whether devices, hosts and NVMe hold what they should."""
+        """Whether devices, hosts and NVMe have the memory that the step needs."""
         return not self.shortages
 
     @property
     def covered_us(self) -> float:
-        """The step without any wait for a transfer: what better overlap could reach."""
+        """The time of the step without waits for transfers, which better overlap could reach."""
         waits = self.lane("exposed")
         return self.step_us - sum(us for lane, us in waits.items() if lane != Lane.HOST.value)
 
@@ -110,7 +110,7 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
     """Run the passes for `choice` on the family's short programs, and extrapolate to all layers.
 
     Raises:
-        ZerofxError: the plan cannot be, for this model.
+        ZerofxError: the plan is not valid for this model.
     """
     hardware.check_format(choice.plan.precision.compute)
     setting = Setting(
@@ -126,7 +126,7 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
 def _looped(
     choice: Choice, finished: Planned, hardware: Hardware, known: Mapping[str, Any]
 ) -> dict[str, float]:
-    """Return a step's figures; of many micro-batches, by what one more adds to a few."""
+    """Return a step's figures; many micro-batches are extrapolated from a few."""
 
     def of(accumulation: int) -> dict[str, float]:
         finished.loop = Loop(accumulation, choice.no_sync)
@@ -155,20 +155,21 @@ def _figures(found: Forecast) -> dict[str, float]:
     return figures
 
 
-# -- What a search found: the plans that fit, the front of memory against time, what was left out
+# -- The outcome of a search: the plans that fit, the front of memory against time, the others -----
 
 
-# Times that differ by less are the same; a plan that holds less by less is no point of the front.
+# Times that differ by less are equal; a plan that saves a smaller share of memory is not on the
+# front.
 TIE, WORTH = 0.001, 0.01
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Of all plans considered: left out for their memory by a bound alone, priced, refused.
+    """Numbers of plans: considered, left out by a bound on memory, priced, not valid.
 
-    All others were left out because no time that they could reach would have been the best, or,
-    for a part of the memory, behind as many more promising ones as are priced for it.
+    All others were left out because they could not have been the fastest, or because as many
+    more promising ones were priced for their part of the memory.
     """
 
     considered: int
@@ -183,9 +184,9 @@ class Counts:
 
 @dataclass(frozen=True)
 class Found:
-    """The end of a search. fits: the fastest first. priced: all whose figures are known.
+    """The result of a search. fits: the fastest first. priced: all with figures.
 
-    refusal: why the first of those that cannot be cannot.
+    refusal: the reason why the first invalid plan is not valid.
     """
 
     space: Space
@@ -196,13 +197,13 @@ class Found:
 
     @cached_property
     def best(self) -> Outcome:
-        """The plan that holds least of those that are as fast as any."""
+        """The plan with the least memory of the fastest ones."""
         as_fast = [o for o in self.fits if o.step_us <= self.fits[0].step_us * (1 + TIE)]
         return min(as_fast, key=lambda o: (o.peak_bytes // MIB, o.choice.place))
 
     @cached_property
     def front(self) -> tuple[Outcome, ...]:
-        """The plans that fit and of which no faster one holds about as little, the best first."""
+        """The plans that fit of which no faster one needs as little memory, the best first."""
         found = [self.best]
         for each in self.fits:
             if each.peak_bytes < found[-1].peak_bytes * (1 - WORTH):
@@ -211,7 +212,7 @@ class Found:
 
     @cached_property
     def runner_up(self) -> Outcome | None:
-        """The fastest plan that is not as fast as the best; where all are, the next of these."""
+        """The fastest plan that is slower than the best, or another one if all are as fast."""
         slower = [o for o in self.fits if o.step_us > self.fits[0].step_us * (1 + TIE)]
         others = [o for o in self.fits if o is not self.best]
         return next(iter([*slower, *others]), None)

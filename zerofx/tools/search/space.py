@@ -1,4 +1,4 @@
-"""The plans that a search looks at: every combination of choices that a plan may make."""
+"""The plans of a search: every valid combination of choices."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from typing import Any
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware
 from zerofx.plan.plan import Plan
+from zerofx.tools.words import counted
 
 MIB = 2**20
-NVME = "/nvme"  # what plans call the folder, where nothing is said
-# Fields that a search sets; what the user's plan sets of them stays as it is.
+NVME = "/nvme"  # the folder of the nvme tier by default
+# Fields that a search sets; those that the user's plan sets stay as given.
 SEARCHED = (
     "stage", "shard_axis_size", "activations", "tiling", "offload", "update", "prefetch",
     "bucket_bytes",
@@ -25,10 +26,10 @@ TILES = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One plan and the loop that it is for.
+    """One plan with its training loop.
 
-    samples: of one micro-batch of one rank. accumulation: micro-batches a step. no_sync: all but
-    the last run under it. place: the order in which choices are made, which settles ties.
+    samples: of one micro-batch of one rank. accumulation: micro-batches per step. no_sync: all but
+    the last run under it. place: the position among all choices, which settles ties.
     """
 
     plan: Plan
@@ -39,7 +40,7 @@ class Choice:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What decides compute and saved activations: the rest is where bytes lie and travel."""
+        """The fields that compute and saved activations depend on."""
         plan = self.plan
         # Copies of activations run as far ahead as gathers do.
         ahead = plan.prefetch if plan.offload.activations != "none" else "auto"
@@ -47,23 +48,23 @@ class Choice:
 
     @property
     def kin(self) -> tuple[Any, ...]:
-        """What choices share that differ only in how far gathers run ahead, and in buckets."""
+        """A key of choices that differ only in prefetch distance and buckets."""
         plan = replace(self.plan, prefetch="auto", bucket_bytes=None)
         return plan, self.samples, self.accumulation, self.no_sync
 
     def holds(self, hardware: Hardware) -> tuple[int, int]:
-        """Return (bytes of a bucket, prefetch distance): the less of them, the less is held."""
+        """Return (bytes of a bucket, prefetch distance), which memory grows with."""
         plan = self.plan
         distance = hardware.prefetch if plan.prefetch == "auto" else int(plan.prefetch)
         return plan.bucket_bytes or hardware.bucket_bytes, distance
 
     def words(self) -> str:
-        """Say what was chosen, in a line."""
+        """Return the choice as one line of text."""
         plan = self.plan
         words = [f"stage {plan.stage}"]
         if plan.shard_axis_size:
             words.append(f"shards over {plan.shard_axis_size}")
-        words.append(f"{self.accumulation} x {self.samples} samples")
+        words.append(f"{self.accumulation} x {counted(self.samples, 'sample')}")
         words.append(f"activations {plan.activations}")
         tiers = [f"{k} {v}" for k, v in plan.offload.tiers.items() if v != "none"]
         words += [f"offload {', '.join(tiers)}"] if tiers else []
@@ -77,10 +78,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Space:
-    """What may be combined: a hardware, a world, a global batch, and what the user has settled.
+    """The space of choices for some hardware, a world, a global batch, and given plan fields.
 
-    settled: plan fields that stay as they are. tiled: name patterns of large linears. nvme: the
-    folder that plans name where they use that tier. most_samples: of a micro-batch, None for any.
+    settled: plan fields that stay as given. tiled: name patterns of large linears. nvme: the folder
+    of the nvme tier. most_samples: of a micro-batch, None for any.
     """
 
     hardware: Hardware
@@ -93,13 +94,13 @@ class Space:
     most_samples: int | None = None
 
     def choices(self) -> Iterator[Choice]:
-        """Yield every choice that contradicts nothing, the plainest first."""
+        """Yield every valid choice, the plainest first."""
         return (each for each in self._made() if isinstance(each, Choice))
 
     def contradiction(self) -> str:
-        """Say what is wrong with most of the choices that contradict themselves."""
+        """Return the most frequent reason why choices are not valid."""
         found = Counter(str(each) for each in self._made() if isinstance(each, PlanError))
-        return max(found, key=lambda text: found[text], default="none is left to choose")
+        return max(found, key=lambda text: found[text], default="there is nothing to choose")
 
     def _made(self) -> Iterator[Choice | PlanError]:
         place = itertools.count()
@@ -116,12 +117,12 @@ class Space:
 
     @cached_property
     def plainest(self) -> Choice:
-        """The largest micro-batch on one rank, with all activations kept and nothing moved."""
+        """The largest micro-batch on one rank, with all activations kept and nothing offloaded."""
         plan = Plan(precision=self.base.precision, kernels=self.base.kernels)
         return Choice(plan, next(self.batches())[0], 1, False)
 
     def batches(self) -> Iterator[tuple[int, int]]:
-        """Yield (samples, accumulation) with their product a rank's part, the largest first."""
+        """Yield (samples, accumulation) whose product is a rank's part, the largest first."""
         part = self.global_samples // self.world_size
         for accumulation in range(1, part + 1):
             samples = part // accumulation
@@ -144,7 +145,7 @@ class Space:
         return found if own in found else [own, *found]
 
     def _is_sensible(self, fields: Mapping[str, Any], accumulation: int) -> bool:
-        """Leave out what is another choice by another name, or can gain nothing."""
+        """Leave out choices that equal another one, or cannot gain anything."""
         stage, offload = fields["stage"], fields["offload"]
         if stage == 0 and self._is_new("shard_axis_size", fields):
             return False
@@ -153,7 +154,7 @@ class Space:
         away = offload if isinstance(offload, Mapping) else {}
         if "activations" in away and fields["activations"] not in ("keep", "recompute"):
             return False
-        # What is updated inside backward cannot have been accumulated before.
+        # An update inside backward cannot use accumulated gradients.
         return fields["update"] == "step" or accumulation == 1
 
     def _is_new(self, name: str, fields: Mapping[str, Any]) -> bool:
@@ -167,7 +168,7 @@ class Space:
         return [0, 1, 2, 3] if self.world_size > 1 else [0, 3]
 
     def _shard_axis_size(self) -> list[int | None]:
-        """All ranks, or the ranks of a node or a part of one: the fast links."""
+        """All ranks, or those of a node or of a part of one, which share fast links."""
         node = min(self.hardware.devices_per_node, self.world_size)
         divisors = [d for d in range(2, node + 1) if self.world_size % d == 0]
         return [None, *(d for d in divisors if d < self.world_size)]

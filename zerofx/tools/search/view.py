@@ -1,4 +1,4 @@
-"""What a search found, as text: the front of memory against time, and why the next one lost."""
+"""The result of a search as text: the front of memory against time, and why the next one lost."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
 from zerofx.tools.search.outcome import TIE, Found, Outcome
-from zerofx.tools.views.timeline import format_us
+from zerofx.tools.views.timeline import format_rate, format_us
+from zerofx.tools.words import counted
 
-LEAST_SHARE = 0.002  # of a step: a lane that differs by less says nothing
+LEAST_SHARE = 0.002  # of a step: smaller differences of a lane are not listed
 
 
 @dataclass(frozen=True)
 class SearchView:
-    """The end of a search: print it, take `plan`, or `to_dict()` for JSON.
+    """The result of a search: print it, take `plan`, or `to_dict()` for JSON.
 
-    notes: which arguments were changed, and how.
+    notes: changes of the arguments.
     """
 
     found: Found
@@ -35,15 +36,16 @@ class SearchView:
     def __str__(self) -> str:
         space, counts = self.found.space, self.found.counts
         lines = [
-            f"{space.world_size} ranks of {space.hardware.name}, {space.global_samples} samples a "
-            f"step, in {space.base.precision.compute}; memory: regions as ATen",
-            f"{counts.considered} plans considered: {counts.too_large} hold too much by a bound, "
-            f"{counts.too_slow} could not be the fastest, {counts.priced} priced, "
-            f"{counts.refused} cannot be",
-            *([f"cannot be, the first of them: {self.found.refusal}"] if counts.refused else []),
+            f"{counted(space.world_size, 'rank')} of {space.hardware.name}, "
+            f"{counted(space.global_samples, 'sample')} per step, in "
+            f"{space.base.precision.compute}; memory: regions as ATen",
+            f"{counted(counts.considered, 'plan')} considered: {counts.too_large} too large by a "
+            f"bound, {counts.too_slow} too slow by a bound, {counts.priced} priced, "
+            f"{counts.refused} not valid",
+            *([f"the first that is not valid: {self.found.refusal}"] if counts.refused else []),
             *self.notes,
             "",
-            f"{'step':>10} {self._rate:>10} {'a device':>10} {'host':>10}  plan",
+            f"{'step':>10} {self._rate:>10} {'device':>10} {'host':>10}  plan",
         ]
         lines += [_row(each) for each in self.found.front]
         if self.found.runner_up is not None:
@@ -75,25 +77,26 @@ class SearchView:
         }  # fmt: skip
 
     def to_yaml(self) -> str:
-        """Return the fastest plan as a file for `zerofx.compile`; comments say its loop."""
+        """Return the fastest plan as a file for `zerofx.compile`, with its loop in comments."""
         best, space = self.best, self.found.space
         choice = best.choice
-        several = "es" if choice.accumulation > 1 else ""
-        loop = f"{choice.accumulation} micro-batch{several} of {choice.samples} samples a rank"
+        batches = counted(choice.accumulation, "micro-batch", "micro-batches")
+        loop = f"{batches} of {counted(choice.samples, 'sample')} per rank"
         syncs = ", all but the last under no_sync" if choice.no_sync else ""
         lines = [
-            f"# The fastest plan found for {space.world_size} ranks of {space.hardware.name}.",
+            f"# The fastest plan found for {counted(space.world_size, 'rank')} of "
+            f"{space.hardware.name}.",
             f"# The loop: {loop} and step{syncs}.",
-            f"# Predicted: {format_us(best.step_us)} a step, {_rate(best)} {self._rate}, "
-            f"{format_bytes(best.peak_bytes)} a device.",
+            f"# Predicted: {format_us(best.step_us)} per step, {_rate(best)} {self._rate}, "
+            f"{format_bytes(best.peak_bytes)} per device.",
         ]
         return "\n".join(lines) + "\n" + best.choice.plan.to_yaml()
 
 
 def _rate(each: Outcome) -> str:
-    """Return what all ranks train on in a second: tokens, or samples where there are none."""
+    """Return tokens per second of all ranks, or samples if there are no tokens."""
     rate = each.tokens_per_s if each.tokens else each.samples_per_s
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return format_rate(rate)
 
 
 def _row(each: Outcome) -> str:
@@ -105,7 +108,7 @@ def _row(each: Outcome) -> str:
 
 
 def why_slower(slower: Outcome, best: Outcome) -> list[str]:
-    """Say what a plan spends more time on than the best, by lane, the most first."""
+    """Return the lanes on which a plan spends more time than the best, the most first."""
     lost = []
     mine, others = _times(slower), _times(best)
     for lane in dict.fromkeys((*mine, *others)):
@@ -123,22 +126,22 @@ def why_slower(slower: Outcome, best: Outcome) -> list[str]:
             f"{format_us(abs(more))} {'more' if more > 0 else 'less'}: {lane}"
             + (sent if name != lane and extra else "")
         )
-    return lines or ["no lane differs by more than noise: the schedules cost the same"]
+    return lines or ["no lane differs by more than noise: both take the same time"]
 
 
 def _times(each: Outcome) -> dict[str, float]:
-    """Return compute, and the time that the compute lane waits for each other lane."""
+    """Return the time of compute, and that for which it waits for each other lane."""
     waits = {f"waits: {lane}": us for lane, us in each.lane("exposed").items()}
-    return {"computes": each.lane("busy").get("compute", 0.0), **waits}
+    return {"compute": each.lane("busy").get("compute", 0.0), **waits}
 
 
 def _not_fitting(found: Found) -> list[str]:
-    """Name the fastest plan that was priced, would be faster than the best, and does not fit."""
+    """Return lines on the fastest priced plan that does not fit, if it is faster than the best."""
     best_us = found.best.step_us
     faster = [o for o in found.priced if o.shortages and o.step_us < best_us * (1 - TIE)]
     if not faster:
         return []
     first = min(faster, key=lambda o: (o.step_us, o.choice.place))
     gain = format_us(best_us - first.step_us)
-    lines = ["", f"would be {gain} faster, if it fitted: {first.choice.words()}"]
+    lines = ["", f"{gain} faster, but does not fit: {first.choice.words()}"]
     return [*lines, *(f"  {shortage}" for shortage in first.shortages)]

@@ -1,4 +1,4 @@
-"""For one plan that does not fit: the nearest that does, or the ranks that it takes."""
+"""Suggestions for a plan that does not fit: the nearest plan that fits, or more ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
+from zerofx.analysis.time.forecast import available_bytes
 from zerofx.errors import ZerofxError
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.plan.fields import write_yaml
 from zerofx.plan.plan import Plan
 from zerofx.tools.search.bounds import Bounds
-from zerofx.tools.search.engine import Search, available_bytes
+from zerofx.tools.search.engine import Search
 from zerofx.tools.search.family import Family, FamilyOfOne, ModelFamily, Says
 from zerofx.tools.search.nearest import (
     Nearest,
@@ -26,19 +27,20 @@ from zerofx.tools.search.nearest import (
 from zerofx.tools.search.outcome import Outcome
 from zerofx.tools.search.space import NVME, SEARCHED, Choice, Space
 from zerofx.tools.targets import Target
+from zerofx.tools.words import counted
 
 TRIED = 24  # plans that are priced at most
 FIELDS = (*SEARCHED, "memory_budget")  # of a plan that may be changed
-BATCH = "micro-batches"  # what a change of the loop is called beside the fields of a plan
+BATCH = "micro-batches"  # the name of a change of the loop, next to the fields of a plan
 
 
 @dataclass(frozen=True)
 class WayOut:
-    """What to change of a plan that does not fit.
+    """The suggestion for a plan that does not fit.
 
-    nearest: of the plans that were tried and fit, the one with the fewest changes; None: none did.
-    closest: where there is none, the plan that misses least; ranks: the world that it fits, or 0.
-    problem: why no other plan could be looked at.
+    nearest: the plan with the fewest changes of those that were tried and fit, or None.
+    closest: if there is none, the plan that lacks the fewest bytes; ranks: the world that it fits,
+        or 0. problem: the reason why no other plan could be tried.
     """
 
     tried: int
@@ -53,21 +55,21 @@ class WayOut:
         return self.nearest.outcome.choice.plan if self.nearest else None
 
     def lines(self) -> list[str]:
-        """Say it as text."""
-        tried = f"{self.tried} plan{'s' if self.tried != 1 else ''} priced, {TRIED} at most"
+        """Return it as text."""
+        tried = f"{counted(self.tried, 'plan')} priced, {TRIED} at most"
         if self.problem:
-            return [f"no other plan could be looked at: {self.problem}"]
+            return [f"no other plan could be tried: {self.problem}"]
         if self.nearest is not None:
             return [f"{written(self.nearest)} ({tried})", *_options(self.nearest.changed)]
         lines = [f"no plan that fits was found for this world ({tried})"]
         if self.closest is None:
-            return [*lines, "take devices with more memory"]
-        lines.append(f"closest is: {self.closest.choice.words()}")
+            return [*lines, "use devices with more memory"]
+        lines.append(f"the closest plan: {self.closest.choice.words()}")
         lines += [f"  {shortage}" for shortage in self.closest.shortages]
         return [*lines, more_ranks(self.ranks)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return all of it as plain values."""
         found: dict[str, Any] = {"tried": self.tried, "nearest": None, "ranks": self.ranks or None}
         found |= {"problem": self.problem} if self.problem else {}
         if self.nearest is not None:
@@ -82,10 +84,10 @@ def way_out(
     target: Target | None, captured: Program, plan: Plan, hardware: Hardware, world_size: int,
     loop: Loop, known: Mapping[str, Any], says: Says,
 ) -> WayOut:  # fmt: skip
-    """Return what to change of `plan`, which does not fit; its global batch stays what it is.
+    """Return the suggestion for `plan`, which does not fit; the global batch stays the same.
 
-    target: the model of the captured program, where more of it than that is at hand: then fewer
-        layers and smaller micro-batches are looked at. known: of the loop, as `forecast` takes it.
+    target: the model of the captured program, if it is at hand: then fewer layers and smaller
+        micro-batches can be captured. known: options of the loop, as `forecast` takes them.
     """
     says(f"does not fit: looking for the nearest plan that does, {TRIED} at most", False)
     try:
@@ -109,7 +111,7 @@ def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int)
     plan, samples, there = given.plan, given.samples, available_bytes(hardware)
     base = plan
     if plan.memory_budget is not None and plan.memory_budget > there:
-        base = replace(plan, memory_budget=there)  # a budget that no device has is no help
+        base = replace(plan, memory_budget=there)  # a budget larger than a device does not help
     space = Space(
         hardware, world_size, samples * given.accumulation * world_size, base, frozenset(),
         family.tiled, plan.offload.path or NVME, samples,
@@ -135,7 +137,7 @@ def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int)
 
 
 def _options(changed: Mapping[str, Any]) -> list[str]:
-    """Return the line that says how a command line asks for these plan fields."""
+    """Return the options of a command line that set these plan fields."""
     fields = {name: value for name, value in changed.items() if name in FIELDS}
     said = " ".join(f"--set {shlex.quote(f'{n}={_flow(v)}')}" for n, v in fields.items())
     return [f"  {said}"] if said else []

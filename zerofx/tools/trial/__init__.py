@@ -1,1 +1,1 @@
-"""Trials: a few steps of a compiled model on real ranks, held against plain training."""
+"""Trials: a few steps of a compiled model on real ranks, compared with plain training."""

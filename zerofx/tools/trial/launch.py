@@ -1,4 +1,4 @@
-"""Start a trial's ranks through torchrun, and read what rank 0 found."""
+"""Start the ranks of a trial through torchrun, and read the report of rank 0."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pathlib import Path
 from zerofx.errors import TrialError, last_words
 from zerofx.tools.trial.settings import Settings, Trial
 
-TAIL_LINES = 15  # of what the ranks said, if they failed for another reason than a user's error
+TAIL_LINES = 15  # of the ranks' output, if they failed for another reason than a user's error
 
 
 def run_trial(settings: Settings) -> Trial:
-    """Run a trial on ranks of its own, each a process of this machine.
+    """Run a trial on new ranks, each a process on this machine.
 
     Raises:
-        TrialError: the ranks could not train; says why.
+        TrialError: the ranks could not train; the message has the reason.
     """
     with tempfile.TemporaryDirectory(prefix="zerofx-trial-") as folder:
         given, report = Path(folder) / "settings.json", Path(folder) / "report.json"
@@ -34,7 +34,7 @@ def run_trial(settings: Settings) -> Trial:
     if ended.returncode or not found:
         said = last_words(ended.stderr, TAIL_LINES)
         raise TrialError(
-            f"verify --run: the ranks ended with status {ended.returncode}; they said last:\n{said}"
+            f"verify --run: the ranks ended with status {ended.returncode}. Last output:\n{said}"
         )
     return Trial.from_dict(found)
 

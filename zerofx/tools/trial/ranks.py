@@ -1,4 +1,4 @@
-"""One rank of a trial: trains the compiled model; rank 0 also trains plainly, and compares.
+"""One rank of a trial: it trains the compiled model; rank 0 also trains plainly and compares.
 
 torchrun ... -m zerofx.tools.trial.ranks SETTINGS.json REPORT.json
 """
@@ -35,7 +35,7 @@ SMALL = 1e-6  # of the largest norm of a kind: a tensor below that is compared w
 
 
 class Comparison:
-    """Notes how far tensors are from what plain training has."""
+    """Notes the differences of tensors from those of plain training."""
 
     def __init__(self, tolerance: float) -> None:
         self.tolerance = tolerance
@@ -58,14 +58,14 @@ class Comparison:
 
 
 def _norm(tensor: Tensor) -> float:
-    """Return the norm of what is finite in a tensor."""
+    """Return the norm of the finite elements of a tensor."""
     return float(tensor.detach().double().nan_to_num(0.0, 0.0, 0.0).norm())
 
 
 def _difference(
     kind: str, name: str, step: int, got: Tensor, expected: Tensor, norm: float
 ) -> Difference:
-    """Return how far `got` is off; what is NaN or infinite on both sides is equal."""
+    """Return the difference of `got`; elements that are NaN or infinite on both sides are equal."""
     a, b = got.detach().double().cpu(), expected.detach().double().cpu()
     if a.shape != b.shape:
         return Difference(kind, f"{name} {list(a.shape)}", step, math.inf)
@@ -83,8 +83,8 @@ def _difference(
 
 
 # -- Batches of a trial: variations of a model's example call, another for each rank and step ------
-# With one batch on all ranks, the mean of their gradients would be that of any one of them: a
-# gradient that is never exchanged would not be noticed.
+# If all ranks had the same batch, the mean of their gradients would be the gradient of each, and a
+# missing exchange would go unnoticed.
 
 
 NOISE = 0.1  # of a floating-point tensor's standard deviation
@@ -95,8 +95,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 def vary(args: tuple[Any, ...], kwargs: dict[str, Any], number: int) -> Call:
     """Return the call of that number, the same on every rank.
 
-    Integers (tokens, labels, positions) change places within their tensor, so that they stay within
-    what the model knows; floating-point tensors get noise; all else stays.
+    Integers (tokens, labels, positions) are permuted within their tensor, so that they stay in
+    range. Floating-point tensors get noise. Everything else is unchanged.
     """
     generator = torch.Generator().manual_seed(number)
     varied: Call = pytree.tree_map(lambda leaf: _vary(leaf, generator), (args, kwargs))
@@ -124,17 +124,20 @@ LR, MOMENTUM = 0.05, 0.9
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return what is trained: a loss that the model returns, else the mean square of its results.
+    """Return the loss of a result: the model's own, else the mean square of its outputs.
 
     Raises:
-        TargetError: no result is a floating-point tensor that depends on parameters.
+        TargetError: no output is a floating-point tensor that depends on parameters.
     """
     loss = result.get("loss") if isinstance(result, dict) else getattr(result, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
-        raise TargetError("verify --run: the model returns nothing that could be trained on")
+        raise TargetError(
+            "verify --run: the model returns no tensor with gradients. Return a loss or outputs "
+            "that depend on parameters."
+        )
     scalars = [x for x in leaves if x.dim() == 0]
     return scalars[0] if scalars else torch.stack([x.square().mean() for x in leaves]).sum()
 
@@ -148,9 +151,9 @@ class Plain:
         self._optimizer = torch.optim.SGD(trained, lr=LR, momentum=MOMENTUM)
 
     def accumulate(self, calls: list[Call], seeds: list[int]) -> list[float]:
-        """Run forward and backward of one batch a rank; return the losses.
+        """Run forward and backward of one batch per rank; return the losses.
 
-        Buffers follow rank 0, as those of a compiled model do; every rank starts from the same.
+        All ranks start with the same buffers, and those of rank 0 are kept, as in a compiled model.
         """
         losses, buffers = [], dict(self.model.named_buffers())
         before = {name: b.clone() for name, b in buffers.items()}
@@ -173,19 +176,19 @@ class Plain:
             buffer.copy_(values[name])
 
     def step(self) -> None:
-        """Update and drop the gradients."""
+        """Update the parameters, and drop the gradients."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
-# -- One rank of a trial: trains the compiled model; rank 0 trains plainly beside it and compares --
+# -- One rank of a trial --------------------------------------------------------------------------
 
 
 SEED = 0
 
 
 def main(argv: list[str]) -> int:
-    """Run the trial of a settings file; rank 0 writes what it found, or a user's error."""
+    """Run the trial of a settings file; rank 0 writes the report, or a user's error."""
     settings, report = Settings.read(Path(argv[0])), Path(argv[1])
     rank = int(os.environ.get("RANK", 0))
     try:
@@ -204,14 +207,14 @@ def run(settings: Settings) -> Trial:
     """Train on this rank, and compare on rank 0.
 
     Raises:
-        PlanError: the plan trains something else than plain training does.
-        TargetError: the model has no weights, or nothing to train on.
+        PlanError: the plan trains with other gradients than plain training.
+        TargetError: the model has no weights, or no loss.
     """
     plan = Plan.from_dict(settings.plan)
     if plan.offload.delayed:
         raise PlanError(
-            "verify --run: offload.delayed updates with gradients that are one step old, which "
-            "plain training does not; leave it out here"
+            "verify --run: offload.delayed updates with gradients that are one step old, unlike "
+            "plain training. Leave it out."
         )
     torch.manual_seed(SEED)
     target = resolve(settings.model, settings.batch, settings.seq, device="cpu")
@@ -225,13 +228,13 @@ def _check_real(target: Target) -> None:
     tensors = [*target.module.parameters(), *target.module.buffers()]
     if any(t.is_meta for t in tensors):
         raise TargetError(
-            f"verify --run: {target.name} is on the meta device, and nothing can be trained "
-            "without weights; return it on the CPU, or take an argument `device` and heed it"
+            f"verify --run: {target.name} is on the meta device, without weights to train. Return "
+            "it on the CPU, or give the function an argument `device` and use it."
         )
 
 
 class _Rank:
-    """The trainings of one rank; `plain` is there on rank 0."""
+    """The trainings of one rank; `plain` exists on rank 0 only."""
 
     def __init__(
         self, settings: Settings, plan: Plan, target: Target, comparison: Comparison
@@ -301,16 +304,16 @@ class _Rank:
                 param.grad /= self.world
 
     def _check_draws(self) -> None:
-        """Refuse what draws numbers of each rank's own, which plain training cannot draw again.
+        """Refuse models with random numbers on several ranks, which plain training cannot repeat.
 
         Raises:
-            TargetError: it does, on several ranks.
+            TargetError: the model draws random numbers, and there are several ranks.
         """
         graphs = [gm.graph for program in self.model.programs for gm in program.graphs.values()]
         if self.world > 1 and any(info(n).is_random for graph in graphs for n in graph.nodes):
             raise TargetError(
-                f"verify --run: {self.target.name} draws random numbers, and each of {self.world} "
-                "ranks has a stream of its own; set dropout to 0, or try --world 1"
+                f"verify --run: {self.target.name} draws random numbers. Each of {self.world} "
+                "ranks has a stream of its own. Set dropout to 0, or give --world 1."
             )
 
     def _call(self, number: int) -> Call:
@@ -331,13 +334,13 @@ class _Rank:
         mine: Iterator[tuple[str, Tensor]],
         of_plain: Callable[[Plain], Iterator[tuple[str, Tensor]]],
     ) -> None:
-        """Compare tensors, made whole on all ranks one after another."""
+        """Compare tensors, gathered on all ranks one after another."""
         got = {name: _whole(tensor) for name, tensor in mine}
         if self.plain is None:
             return
         expected = dict(of_plain(self.plain))
         pairs = {}
-        for name in dict.fromkeys([*got, *expected]):  # a gradient that is missing is none: zero
+        for name in dict.fromkeys([*got, *expected]):  # a missing gradient counts as zero
             some = got.get(name, expected.get(name))
             assert some is not None
             zero = torch.zeros_like(some)
@@ -346,7 +349,7 @@ class _Rank:
 
 
 def _gradients(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Return gradients in the order in which backward makes them, as far as that is known."""
+    """Return gradients in the order in which backward makes them, as far as it is known."""
     pairs = [(name, p.grad) for name, p in model.named_parameters() if p.grad is not None]
     return iter(pairs[::-1])
 

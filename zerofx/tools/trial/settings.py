@@ -1,4 +1,4 @@
-"""What a trial runs, and what it found: plain values, which go between processes as JSON."""
+"""Settings and report of a trial: plain values that processes exchange as JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zerofx.tools.words import counted
+
 TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of a tensor's norm, by compute format
 
 
@@ -15,10 +17,10 @@ TOLERANCES = {"fp32": 1e-4, "fp16": 2e-2, "bf16": 1e-1}  # of a tensor's norm, b
 class Settings:
     """A model, a plan and a loop.
 
-    model: as a command line names it. plan: its fields. batch, seq: of an `hf:` model's call.
-    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync.
-    same_batch: every rank and step gets the example call as it is, instead of a variation of it.
-    tolerance: the relative error from which on a tensor differs; None: by the plan's precision.
+    model: as on the command line. plan: its fields. batch, seq: of an `hf:` model's call.
+    accumulation, no_sync: backward passes per step, and whether all but the last run under
+        no_sync(). same_batch: every rank and step gets the example call itself, not a variation.
+    tolerance: the largest relative error of equal tensors; None: by the plan's precision.
     """
 
     model: str
@@ -42,10 +44,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Difference:
-    """One tensor, or the loss, beside what plain training has.
+    """One tensor, or the loss, compared with plain training.
 
     kind: loss, gradient, parameter or buffer. error: the norm of the difference, relative to that
-    of the tensor. at: the element that is furthest off, `got` here and `expected` there.
+    of the tensor. at: the element with the largest difference, `got` here, `expected` there.
     """
 
     kind: str
@@ -59,18 +61,18 @@ class Difference:
     def __str__(self) -> str:
         place = f"[{', '.join(map(str, self.at))}]" if self.at else ""
         return (
-            f"{self.kind} {self.name}{place} in step {self.step}: {self.got:.9g} where plain "
-            f"training has {self.expected:.9g} (relative error of the whole {self.error:.1e})"
+            f"{self.kind} {self.name}{place} in step {self.step} is {self.got:.9g}; plain "
+            f"training has {self.expected:.9g} (relative error of the tensor: {self.error:.1e})"
         )
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found.
+    """The report of a trial.
 
-    compared: how many tensors of each kind. largest: kind -> the one that is furthest off.
+    compared: number of tensors of each kind. largest: kind -> the one with the largest error.
     first: the first that differs by more than the tolerance, in the order of the training.
-    islands: what ran eagerly, "blocks.1, 25 % of the parameters: why", innermost first.
+    islands: modules that ran eagerly, "blocks.1, 25 % of the parameters: why", innermost first.
     """
 
     world: int
@@ -87,24 +89,25 @@ class Trial:
         return self.first is None
 
     def __str__(self) -> str:
-        ranks = f"{self.world} rank{'s' * (self.world > 1)} ({self.device})"
-        head = f"{self.steps} steps on {ranks} beside plain training in one process, with SGD:"
+        ranks = f"{counted(self.world, 'rank')} ({self.device})"
+        steps = counted(self.steps, "step")
+        head = f"{steps} on {ranks}, compared with plain training in one process, with SGD:"
         rows = [
             f"  {kind:<10}{self.compared[kind]:>6} compared, largest relative error "
             f"{worst.error:.1e} ({worst.name})"
             for kind, worst in self.largest.items()
         ]
         end = f"  equal within {self.tolerance:.0e}" if self.is_equal else f"DIFFERS: {self.first}"
-        eager = [f"  unproved inside, since it runs eagerly: {island}" for island in self.islands]
+        eager = [f"  not proved, since it runs eagerly: {island}" for island in self.islands]
         return "\n".join([head, *rows, *eager, end])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain values."""
+        """Return all of it as plain values."""
         return {**dataclasses.asdict(self), "is_equal": self.is_equal}
 
     @classmethod
     def from_dict(cls, found: dict[str, Any]) -> Trial:
-        """Return what `to_dict` was taken of."""
+        """Return the report that `to_dict` describes."""
         found = {k: v for k, v in found.items() if k != "is_equal"}
         largest = {kind: _difference(d) for kind, d in found.pop("largest").items()}
         first = found.pop("first")

@@ -1,4 +1,4 @@
-"""What runs when, as bars on lanes: the form in which predicted and measured times are shown."""
+"""Bars on lanes: the form in which predicted and measured times are shown."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from zerofx.analysis.time.forecast import Forecast
 from zerofx.analysis.time.measured import Measured, MeasuredMemory, MeasuredSpan
 from zerofx.analysis.time.steps import Lane
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.views.room import room
 from zerofx.tools.views.timeline import format_us
+from zerofx.tools.words import counted
 
 WIDTH = 96  # characters of a lane
-LEGEND = "# computes  = moves  w waits  l launches  , busy less than half  . idle"
-_FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" where compute, "=" where not
+TAKEN, LEAST = 24, 24  # columns next to a lane, and of the shortest one
+LEGEND = "# compute  = transfer  w wait  l launch  , busy less than half  . idle"
+_FILL = {"wait": "w", "launch": "l", "release": "l"}  # else "#" for compute, "=" for transfers
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One stretch of a lane. kind: "region", "transfer", "wait", ..., as of a measured span."""
+    """One interval of a lane. kind: "region", "transfer", "wait", ..., as of a measured span."""
 
     name: str
     lane: Lane
@@ -36,11 +39,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Track:
-    """One rank's step: predicted, or as it was measured.
+    """The step of one rank: predicted or measured.
 
-    step_us: how long the step takes; what runs beside it may end in the next one.
-    range_us: the least and the most that a step takes. note: of what it is. critical: names of
-        the bars whose times add up to the step. memory: what was measured of it.
+    step_us: duration of the step; transfers that overlap it may end in the next one.
+    range_us: shortest and longest step. note: hardware and ranks, or device and steps. critical:
+        names of the bars whose times add up to the step. memory: measured memory, if any.
     """
 
     name: str
@@ -53,7 +56,7 @@ class Track:
 
 
 def timeline_track(predicted: Forecast) -> Track:
-    """Return a step as it was predicted."""
+    """Return the predicted step."""
     timeline, ranks = predicted.timeline, predicted.program.world_size
     bars = tuple(
         Bar(s.task.name, s.task.lane, s.task.kind, s.start_us, s.end_us, s.task.graph, s.task.unit,
@@ -68,13 +71,13 @@ def timeline_track(predicted: Forecast) -> Track:
 
 
 def measured_track(measured: Measured) -> Track:
-    """Return the typical step of a recording."""
+    """Return the most typical step of a recording."""
     bars = tuple(
         Bar(s.name, s.lane, s.kind, s.start_us, s.end_us, s.graph, s.unit, _spread(s))
         for s in measured.spans
     )
     steps = measured.steps_us
-    note = f"{measured.device}, the typical of {len(steps)} steps"
+    note = f"{measured.device}, the most typical of {counted(len(steps), 'step')}"
     step_us = steps[measured.typical]
     around = min(steps), max(steps)
     name = f"measured, rank {measured.rank}"
@@ -82,7 +85,7 @@ def measured_track(measured: Measured) -> Track:
 
 
 def _spread(span: MeasuredSpan) -> str:
-    """Say what a span took over all steps."""
+    """Return the times of a span over all steps, as text."""
     said = f"median {format_us(span.us)} ({format_us(span.low_us)} .. {format_us(span.high_us)})"
     if span.nbytes and span.us:
         said += f", {format_bytes(span.nbytes)} at {span.nbytes / span.us / 1e3:.2g} GB/s"
@@ -98,13 +101,15 @@ def lanes_of(bars: Iterable[Bar]) -> list[Lane]:
 
 
 def lane_lines(bars: tuple[Bar, ...], width: int = WIDTH, in_steps: bool = False) -> list[str]:
-    """Draw lanes as rows of characters: `#` computes, `=` moves, `w` waits, `l` launches, `.` idle.
+    """Draw lanes as rows of characters: `#` compute, `=` transfer, `w` wait, `l` launch, `.` idle.
 
-    A character is what fills most of its time; `,` where that is less than half of it.
+    A character shows the activity that fills most of its time; `,` if all activities together fill
+    less than half of it.
     """
     end = max((bar.end_us for bar in bars), default=0.0)
     if end <= 0.0:
         return []
+    width = 4 * (room(width, TAKEN, LEAST) // 4)  # a tick every quarter
     cell = end / width
     write = "{:.0f}".format if in_steps else format_us
     ticks = [f"{write(end * k / 4):<{width // 4}}" for k in range(4)]
@@ -117,7 +122,7 @@ def lane_lines(bars: tuple[Bar, ...], width: int = WIDTH, in_steps: bool = False
 
 
 def _shares(bars: Iterable[Bar], width: int, cell: float) -> list[dict[str, float]]:
-    """Return, for each cell, how long each character's bars are in it."""
+    """Return, for each cell, the time of each character's bars in it."""
     shares: list[dict[str, float]] = [{} for _ in range(width)]
     for bar in bars:
         mark = _FILL.get(bar.kind, "=" if bar.kind == "transfer" else "#")

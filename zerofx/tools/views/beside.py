@@ -1,4 +1,4 @@
-"""What was predicted beside what was measured: alike steps together, largest differences first."""
+"""Predicted and measured times side by side: equal steps summed, largest differences first."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ LINES = 12  # of the text
 
 @dataclass(frozen=True)
 class Pair:
-    """One step, or as many alike ones of identical layers, in both tracks.
+    """One step in both tracks, or the equal steps of identical layers.
 
-    name, unit: of the first. what: its costliest operator, or what it moves.
+    name, unit: of the first. what: its most expensive operator, or the shape it transfers.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Pair:
 
 
 def pairs(predicted: Track, measured: Track, about: Mapping[str, Detail]) -> list[Pair]:
-    """Return what both tracks have, by name; those of identical layers are summed."""
+    """Return the steps that both tracks have; those of identical layers are summed."""
     there = {bar.name: bar for bar in measured.bars}
     found: dict[Hashable, Pair] = {}
     for bar in predicted.bars:
@@ -51,7 +51,7 @@ def pairs(predicted: Track, measured: Track, about: Mapping[str, Detail]) -> lis
 
 
 def _kind_of(bar: Bar, detail: Detail | None) -> Hashable:
-    """Return what identical layers have in common at a step."""
+    """Return the key that equal steps of identical layers share."""
     name = "" if bar.kind == "region" else without_numbers(bar.name)
     return bar.kind, bar.lane, bar.graph, without_numbers(bar.unit), name, _what(detail)
 
@@ -61,11 +61,11 @@ def _what(detail: Detail | None) -> str:
 
 
 def pair_lines(rows: Sequence[Pair], name: str) -> list[str]:
-    """Return the largest differences as text. name: of what was measured."""
-    lines = [f"{'predicted':>10} {'measured':>10}  ratio  largest differences to {name}"]
+    """Return the largest differences as text. name: of the measured track."""
+    lines = [f"{'predicted':>10} {'measured':>10}  ratio  largest differences from {name}"]
     for row in rows[:LINES]:
         ratio = f"{row.predicted_us / row.measured_us:5.2f}" if row.measured_us else "    -"
-        alike = f" and {row.count - 1} alike" if row.count > 1 else ""
+        alike = f" and {row.count - 1} equal" if row.count > 1 else ""
         times = f"{format_us(row.predicted_us):>10} {format_us(row.measured_us):>10}"
         said = f"{times}  {ratio}  {row.name + alike:<36} {row.unit:<20} {row.what}"
         lines.append(said.rstrip())

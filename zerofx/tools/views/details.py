@@ -1,4 +1,4 @@
-"""What each step of a schedule computes or moves: shapes, bytes, source line, who reads it."""
+"""Details of each step of a schedule: shapes, bytes, source line, and the step that reads it."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MOST = 12  # operators or parameters that are named
 
 @dataclass(frozen=True)
 class Detail:
-    """One step in words.
+    """Details of one step.
 
-    moves: what a transfer or a region's results are: "f32[4288]". nbytes: their bytes.
-    names: of a region its operators with what they make, of a transfer the parameters.
-    used_by: the step that first reads what a launch delivers, behind its wait; "" where none does.
+    moves: shapes that a transfer moves or a region returns: "f32[4288]". nbytes: their bytes.
+    names: operators of a region with their results, or parameters of a transfer.
+    used_by: the first step that reads the result of a launch, after its wait; "" if there is none.
     """
 
     step: Step
@@ -84,13 +84,13 @@ def _region(step: Step, nodes: list[fx.Node]) -> Detail:
 
 
 def _operator(node: fx.Node) -> str:
-    """Name what makes a value: of one of several results, what makes them all."""
+    """Name the operator that makes a value, also if it makes several."""
     made_by = node.all_input_nodes[0] if node.target is operator.getitem else node
     return callee(made_by.target).removeprefix("aten.")
 
 
 def _first_reader(launch: fx.Node, owner: Mapping[fx.Node, str]) -> str:
-    """Return the first step that reads what a launch delivers, through its wait and views."""
+    """Return the first step that reads the result of a launch, through its wait and views."""
     todo, found = list(launch.users), ""
     while todo:
         node = todo.pop(0)

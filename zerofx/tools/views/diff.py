@@ -13,13 +13,16 @@ from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.dump import dump_body
 from zerofx.ir.program import Planned
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.views.room import room, shortened
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.timeline import format_us
+
+NAMES = 34  # columns of the names of counts
 
 
 @dataclass(frozen=True)
 class DiffView:
-    """The difference of two programs of one model: print it, or take `to_dict()` for JSON.
+    """The difference between two programs of one model: print it, or take `to_dict()` for JSON.
 
     predicted: the prediction of each on some hardware, for times next to the bytes.
     """
@@ -36,9 +39,10 @@ class DiffView:
     def __str__(self) -> str:
         lines = [f"- {title(self.left)}", f"+ {title(self.right)}", ""]
         lines += [f"{name:<33} {a} -> {b}" for name, a, b in self._plan()]
-        lines += ["", f"{'':<34}{'-':>12}{'+':>12}{'change':>12}"]
+        wide = room(NAMES, 36, 22)
+        lines += ["", f"{'':<{wide}}{'-':>12}{'+':>12}{'change':>12}"]
         for name, a, b in self.numbers():
-            head = f"{name.removesuffix(' us'):<34}"
+            head = f"{shortened(name.removesuffix(' us'), wide - 1):<{wide}}"
             lines.append(f"{head}{_shown(name, a):>12}{_shown(name, b):>12}{_change(a, b):>12}")
         return "\n".join([*lines, "", *self.changed_lines()])
 
@@ -50,7 +54,7 @@ class DiffView:
         return found
 
     def numbers(self) -> list[tuple[str, float, float]]:
-        """Return (name, left, right) of what can be counted, where either has any."""
+        """Return (name, left, right) for every count that is not 0 in both."""
         columns: list[dict[str, float]] = [_numbers(p) for p in (self.left, self.right)]
         for column, forecast in zip(columns, self.predicted or (), strict=False):
             column.update(_times(forecast))
@@ -58,13 +62,13 @@ class DiffView:
         return [row for row in rows if row[1] or row[2]]
 
     def changed_lines(self) -> list[str]:
-        """Return the lines that differ between the two at level `regions`, with some around."""
+        """Return the lines that differ between the dumps at level `regions`, with context."""
         left, right = (dump_body(p, "regions").splitlines() for p in (self.left, self.right))
         lines = list(difflib.unified_diff(left, right, lineterm="", n=2))[2:]
         return lines or ["(the same steps in the same order)"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain values."""
+        """Return all of it as plain values."""
         return {
             "left": title(self.left),
             "right": title(self.right),
@@ -75,7 +79,7 @@ class DiffView:
 
 
 def _times(forecast: Forecast) -> dict[str, float]:
-    """Return the times of a step, and of each lane how long it is busy and keeps compute idle."""
+    """Return the times of a step; of each lane its busy time, and how long compute waits for it."""
     timeline = forecast.timeline
     found = {"step us": timeline.step_us}
     found["exposed communication us"] = timeline.exposed_communication_us

@@ -1,4 +1,4 @@
-"""A program over time, predicted and as recorded: as text, a page, a trace, or plain values."""
+"""A program over time, predicted and measured: as text, a page, a trace, or plain values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofx.analysis.memory.memory import ATEN
-from zerofx.analysis.time.forecast import Forecast
+from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes
 from zerofx.analysis.time.measured import Measured
 from zerofx.analysis.time.steps import Lane, StepList
 from zerofx.ir.program import Planned, Program
@@ -20,19 +20,20 @@ from zerofx.tools.views.beside import pair_lines, pairs
 from zerofx.tools.views.details import details
 from zerofx.tools.views.page import page_data, render, step_times
 from zerofx.tools.views.schedule import title
-from zerofx.tools.views.timeline import format_us
+from zerofx.tools.views.timeline import format_rate, format_us
 from zerofx.tools.views.trace import Process, write_trace
+from zerofx.tools.words import counted
 
 
 @dataclass(frozen=True)
 class Look:
     """A program's schedule with its tracks: print it, write `page` or `trace`, or `to_dict()`.
 
-    starts: of each track, when it began on the wall's clock (ns), 0 where it never ran.
+    starts: wall-clock time (ns) at which each track began, 0 for a prediction.
     predicted: the prediction on some hardware, if there is one.
-    in_steps: no times are known: the only track is the schedule, each step one wide.
-    unpriced: why there is no prediction on the hardware that was asked for.
-    basis: what regions are counted as in memory, "aten" or "compiled".
+    in_steps: there are no times; the only track is the schedule, in which each step is one wide.
+    unpriced: the reason why there is no prediction on the requested hardware.
+    basis: how memory inside regions is counted, "aten" or "compiled".
     """
 
     program: Program
@@ -47,8 +48,11 @@ class Look:
     def __str__(self) -> str:
         lines = [f"# {title(self.program, self.basis)}"]
         lines += [f"no predicted times: {self.unpriced}"] if self.unpriced else []
+        lines += [f"{name}: {value}" for name, value in self._fit()]
         for track in self.tracks:
-            end = f"{track.step_us:.0f} steps" if self.in_steps else format_us(track.step_us)
+            end = (
+                counted(round(track.step_us), "step") if self.in_steps else format_us(track.step_us)
+            )
             lines += ["", f"{track.name}: {end}   {track.note}"]
             lines += lane_lines(track.bars, in_steps=self.in_steps)
         lines += ["", LEGEND]
@@ -62,7 +66,7 @@ class Look:
         return as_text(lines)
 
     def _memory_lines(self) -> list[str]:
-        """Return the predicted peak, and next to it what each rank measured."""
+        """Return the predicted peak, and the measured peak of each rank."""
         predicted = self.schedule.memory.peak_bytes
         lines = [f"{'peak memory':<22}{format_bytes(predicted):>12}   predicted"]
         return lines + [
@@ -73,17 +77,17 @@ class Look:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what the page shows, as plain values, but for the passes."""
+        """Return the data of the page, without the passes, as plain values."""
         return page_data(self, passes=False) | {"unpriced": self.unpriced}
 
     def page(self, path: str | os.PathLike[str], passes: bool = True) -> Path:
-        """Write the HTML page. passes: with what each pass changed."""
+        """Write the HTML page. passes: with the changes of each pass."""
         where = Path(path)
         where.write_text(render(page_data(self, passes), self._facts()), encoding="utf-8")
         return where
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
-        """Write trace events for Perfetto, gzip: a process each track, on one clock."""
+        """Write trace events for Perfetto, gzip: a process per track, on one clock."""
         began = min((at for at in self.starts if at), default=0)
         processes = [
             Process(track.name, track.bars, self._counters(track), max(0, at - began) / 1e3)
@@ -91,10 +95,23 @@ class Look:
         ]
         return write_trace(path, processes, details(self.program.planned(), self.schedule))
 
+    def _fit(self) -> list[tuple[str, str]]:
+        """Return whether the program fits the hardware, as a fact: ("fits", "2 GiB of 78 GiB")."""
+        planned = self.program.planned()
+        hardware = planned.hardware if self.predicted is None else self.predicted.hardware
+        peak, there = self.schedule.memory.peak_bytes, available_bytes(hardware)
+        short = "; ".join(map(str, self.predicted.shortages)) if self.predicted else ""
+        if not short and peak > there:
+            short = str(Shortage("each device", peak, there))
+        if short:
+            return [("does not fit", f"{hardware.name}: {short}")]
+        share = f"{100 * peak / there:.2g} %" if there else "all"
+        return [("fits", f"{share} of the {format_bytes(there)} of a {hardware.name} device")]
+
     def _facts(self) -> list[tuple[str, str]]:
         """Return the facts above the page's picture: (name, value)."""
         report, program = self.schedule.memory, self.program.planned()
-        found = [("peak memory a rank", format_bytes(report.peak_bytes))]
+        found = [*self._fit(), ("peak memory per rank", format_bytes(report.peak_bytes))]
         for track in (t for t in self.tracks if t.memory):
             peak = track.memory.peak_bytes if track.memory else 0
             said = f"{format_bytes(peak)} ({beside(peak, report.peak_bytes)})"
@@ -106,16 +123,16 @@ class Look:
         if report.nvme_bytes:
             found.append(("files", format_bytes(report.nvme_bytes)))
         for track in () if self.in_steps else self.tracks:
-            low, high = map(format_us, track.range_us)
-            found.append((f"step, {track.name}", f"{format_us(track.step_us)} ({low} .. {high})"))
+            low, high = track.range_us
+            said = f"{format_us(track.step_us)} ({format_us(low)} .. {format_us(high)})"
+            found.append((f"step, {track.name}", said))
         if self.predicted is not None:
-            found += _foreseen(self.predicted)
+            found += _predicted(self.predicted)
         if self.unpriced:
             found.append(("no predicted times", self.unpriced))
-        found += [("world", str(program.world_size))]
         found += [("steps of the schedule", str(len(self.schedule.steps)))]
         if isinstance(self.program, Planned):
-            found += [("stage", str(program.plan.stage)), ("kernels", program.plan.kernels)]
+            found += [("kernels", program.plan.kernels)]
         return found
 
     def _counters(self, track: Track) -> Mapping[str, list[tuple[float, int]]]:
@@ -137,9 +154,9 @@ def look(
     program: Program, schedule: StepList, predicted: Forecast | None, recorded: Sequence[Measured],
     unpriced: str = "", basis: str = ATEN,
 ) -> Look:  # fmt: skip
-    """Return a program's look from what was predicted and recorded of it.
+    """Return a program's look from its prediction and its recordings.
 
-    unpriced: why nothing was predicted on the hardware that was asked for.
+    unpriced: the reason why there is no prediction on the requested hardware.
     """
     tracks = [] if predicted is None else [timeline_track(predicted)]
     tracks += [measured_track(m) for m in recorded]
@@ -151,26 +168,26 @@ def look(
 
 
 def beside(measured: int, predicted: int) -> str:
-    """Say how much more or less was measured than predicted: `0.4 % more than predicted`."""
+    """Compare a measured value with the predicted one: `0.4 % more than predicted`."""
     percent = f"{abs(measured / predicted - 1.0) * 100:.1f}"
     return f"{percent} % {'more' if measured >= predicted else 'less'} than predicted"
 
 
-def _foreseen(predicted: Forecast) -> list[tuple[str, str]]:
-    """Return the figures of a prediction that a page begins with."""
+def _predicted(predicted: Forecast) -> list[tuple[str, str]]:
+    """Return the figures of a prediction above the page's picture, each as a range."""
+    exposed, mfu, tokens = predicted.exposed_us, predicted.mfu, predicted.tokens_per_s
     found = [
         ("hardware", predicted.hardware.name),
-        ("exposed communication", format_us(predicted.exposed_us.middle)),
-        ("model FLOPS utilisation", f"{predicted.mfu.middle:.1%}"),
+        ("exposed communication", f"{format_us(exposed.low)} .. {format_us(exposed.high)}"),
+        ("model FLOPS utilisation", f"{mfu.low:.0%} .. {mfu.high:.0%}"),
     ]
     if predicted.tokens:
-        found.append(("tokens/s", f"{predicted.tokens_per_s.middle:,.0f}"))
-    short = "; ".join(map(str, predicted.shortages))
-    return [*found, ("does not fit", short)] if short else found
+        found.append(("tokens/s", f"{format_rate(tokens.low, 2)} .. {format_rate(tokens.high, 2)}"))
+    return found
 
 
 def step_track(schedule: StepList) -> Track:
-    """Return the schedule as a track on which every step is one wide."""
+    """Return the schedule as a track in which every step is one wide."""
     waits = {s.name.removesuffix(" wait"): s.index for s in schedule.steps if s.kind == "wait"}
     bars = []
     for s in schedule.steps:

@@ -1,4 +1,4 @@
-"""Memory as text: bytes by category at the peak, and the names of what is held there."""
+"""Memory as text: bytes by category at the peak, and the largest tensors there."""
 
 from __future__ import annotations
 
@@ -16,19 +16,24 @@ from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
 from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
+from zerofx.tools.views.room import is_limited, room, shortened
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.why import WhyView, explained, summary
+from zerofx.tools.words import counted
 
 _WAYS = {
     D2H: "to its host", H2D: "from its host", NVME_READ: "from its nvme", NVME_WRITE: "to its nvme",
 }  # fmt: skip
-NAMES = 16  # of the largest things held at the peak
-MIN_NAME, MIN_MODULE = 36, 28  # columns of their names and modules, where those are shorter
+NAMES = 16  # largest tensors at the peak that are listed
+MIN_NAME, MIN_MODULE = 36, 28  # least columns of their names and modules
+BAR = 24  # columns of the longest bar
+SHORT = 14  # columns that names and modules have on the narrowest terminal
+MARGIN = 31  # columns of their bytes and category, and of the gaps
 
 
 @dataclass(frozen=True)
 class MemoryView:
-    """One rank's memory: print it, or take `to_dict()` for JSON."""
+    """Memory of one rank: print it, or take `to_dict()` for JSON."""
 
     title: str
     memory: Memory
@@ -42,10 +47,10 @@ class MemoryView:
         return self.memory.peak_bytes
 
     def why(self, name: str) -> WhyView:
-        """Return what was decided for the values and buckets that a name stands for.
+        """Return the decisions on the values and buckets that a name refers to.
 
         Raises:
-            PlanError: nothing under this name was decided; the nearest names are given.
+            PlanError: there is no decision under this name; the message has the nearest names.
         """
         return WhyView(name, explained(self.decisions, name))
 
@@ -53,18 +58,19 @@ class MemoryView:
         return as_text(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the table by category, the names at the peak, and what is sent."""
+        """Return the table by category, the largest tensors at the peak, and the traffic."""
         report = self.memory
         held, lasting = report.by_category(report.peak_time), report.lasting()
-        lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} a rank"]
+        lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} per rank"]
         lines += [f"at {self._place()}", self.basis, ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
+        longest = room(BAR, 60, 0)
         for category, nbytes in held.items():
             if category not in (Category.HOST, Category.NVME) and (nbytes or lasting[category]):
                 share = nbytes / max(self.peak_bytes, 1)
                 line = (
                     f"{category.value:<16}{format_bytes(lasting[category]):>16}"
-                    f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(24 * share)}"
+                    f"{format_bytes(nbytes):>16}   {share:6.1%}  {'#' * round(longest * share)}"
                 )
                 lines.append(line.rstrip())
         on_host, on_nvme = lasting.pop(Category.HOST), lasting.pop(Category.NVME)
@@ -91,8 +97,10 @@ class MemoryView:
         return ["largest at the peak, identical layers together", *rows, ""]
 
     def largest(self, tier: str, most: int) -> list[str]:
-        """Return lines of what takes most of a tier at the peak: "each device", "host memory ..",
-        "nvme .."; where host memory is the device's, of that."""
+        """Return a line for each of the largest tensors of a tier at the peak.
+
+        tier: "each device", "host memory ..", "nvme .."; if the device uses host memory, that.
+        """
         report = self.memory
         away = {"host": report.on_host, "nvme": report.on_nvme}.get(tier.split()[0], ())
         held = [
@@ -103,22 +111,22 @@ class MemoryView:
         return _rows(held or report.held_at(report.peak_time), most)
 
     def _sent(self) -> list[str]:
-        lines = ["sent by a rank in a step"]
+        lines = ["sent per rank and step"]
         for kind, sent in self.traffic.kinds.items():
             if sent.calls:
                 lines.append(
-                    f"  {format_bytes(sent.sent_bytes):>10}  {kind:<14} {sent.calls} calls, "
-                    f"{sent.sent_numel} elements"
+                    f"  {format_bytes(sent.sent_bytes):>10}  {kind:<14} "
+                    f"{counted(sent.calls, 'call')}, {counted(sent.sent_numel, 'element')}"
                 )
         for lane, moved in self.traffic.moved.items():
             if moved.calls:
                 way = _WAYS[lane]
                 size = format_bytes(moved.sent_bytes)
-                lines.append(f"  {size:>10}  {way:<14} {moved.calls} copies")
+                lines.append(f"  {size:>10}  {way:<14} {counted(moved.calls, 'copy', 'copies')}")
         return lines if len(lines) > 1 else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain values, with the curve over time."""
+        """Return all of it as plain values, with the curve over time."""
         report = self.memory
         held = report.held_at(report.peak_time)
         return {
@@ -146,7 +154,7 @@ class MemoryView:
 
 
 def _merged(all_: Sequence[Held], most: int) -> list[tuple[tuple[str, ...], tuple[int, int]]]:
-    """Return what takes most of it: (category, name, module, line) -> (bytes, count)."""
+    """Return the largest groups of tensors: (category, name, module, line) -> (bytes, count)."""
     sums: dict[tuple[str, ...], tuple[int, int]] = {}
     first: dict[tuple[str, ...], Held] = {}
     for held in all_:
@@ -160,18 +168,32 @@ def _merged(all_: Sequence[Held], most: int) -> list[tuple[tuple[str, ...], tupl
 
 
 def _rows(all_: Sequence[Held], most: int) -> list[str]:
-    """Return a line each of what takes most of it, in columns as wide as their longest word."""
+    """Return a line for each of the largest groups, in columns as wide as their longest word.
+
+    On a narrow terminal names and modules lose their middle.
+    """
     found = []
     for (category, name, module, line), (nbytes, count) in _merged(all_, most):
         times = f" x{count}" if count > 1 else ""
         found.append((name + times, module, line, f"{format_bytes(nbytes):>10}  {category:<14}"))
-    wide = max(MIN_NAME, *(len(n) for n, *_ in found)) if found else 0
-    widest = max(MIN_MODULE, *(len(m) for _, m, *_ in found)) if found else 0
-    return [f"  {size} {n:<{wide}} {m:<{widest}} {at}".rstrip() for n, m, at, size in found]
+    if not found:
+        return []
+    wide = max(len(n) for n, *_ in found)
+    widest = max(len(m) for _, m, *_ in found)
+    if is_limited():
+        taken = MARGIN + max(len(line) for *_, line, _ in found)
+        wide = room(wide, taken + widest, SHORT)
+        widest = room(widest, taken + wide, SHORT)
+    else:
+        wide, widest = max(MIN_NAME, wide), max(MIN_MODULE, widest)
+    return [
+        f"  {size} {shortened(n, wide):<{wide}} {shortened(m, widest):<{widest}} {at}".rstrip()
+        for n, m, at, size in found
+    ]
 
 
 def _label(held: Held, key: tuple[str, ...], count: int) -> tuple[str, ...]:
-    """Return what a line shows: its own names where it stands for one thing only."""
+    """Return the columns of a line: the names of a single tensor, or those of its group."""
     if count > 1:
         return key
     return held.category.value, held.name, held.module, held.line
@@ -193,7 +215,7 @@ def view(
 ) -> MemoryView:
     """Return the memory of one rank over a step of a program; see analysis.memory.memory.
 
-    basis: by what `compiled` was chosen.
+    basis: the basis by which `compiled` was chosen.
     """
     planned = program.planned()
     report = memory(planned, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
@@ -210,8 +232,8 @@ def shown(
     keeps_results: bool = False,
     basis: str = ATEN,
 ) -> MemoryView:
-    """Return the view of what is known already of a program's memory and traffic."""
-    known = f"{len(compiled or {})} regions as Inductor compiled them"
+    """Return the view of the memory and traffic of a program that were computed before."""
+    known = f"{counted(len(compiled or {}), 'region')} as Inductor compiled them"
     said = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
     if _has_more_than_a_loss(program):
         said += f"; until step() the loop holds {'all results' if keeps_results else 'the loss'}"
@@ -222,7 +244,7 @@ def shown(
 
 
 def _has_more_than_a_loss(program: Program) -> bool:
-    """Tell whether a training program returns anything that the loop may keep beside the loss."""
+    """Tell whether a training program has outputs besides the loss that the loop may keep."""
     results = (s for specs in program.outputs.values() for s in specs if s.role is Role.OUTPUT)
     loss = program.calling.loss
     return program.is_training and any(s.index != loss for s in results)

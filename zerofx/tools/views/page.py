@@ -1,4 +1,4 @@
-"""The page of a program: one file with its data, script and style inside; it opens offline."""
+"""The page of a program: one HTML file with its data, script and style, which opens offline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import jinja2
 
 from zerofx.analysis.memory.memory import Memory
 from zerofx.analysis.memory.storage import Category, Storage
-from zerofx.analysis.time.forecast import RESERVED_BYTES, Forecast
+from zerofx.analysis.time.forecast import Forecast, available_bytes
 from zerofx.analysis.time.steps import Lane, StepList
 from zerofx.ir.program import Entry, Program
 from zerofx.ir.repeats import find_repeats, is_numbered
@@ -26,11 +26,13 @@ from zerofx.tools.views.beside import pairs
 from zerofx.tools.views.details import Detail, details
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.why import BUDGET
+from zerofx.tools.words import counted
 
 _HERE = Path(__file__).parent / "templates"
 _SCRIPTS = (
     "page_html.js",
     "page_axis.js",
+    "page_colours.js",
     "page_lanes.js",
     "page_memory.js",
     "page_words.js",
@@ -43,8 +45,8 @@ def render(data: dict[str, Any], facts: Sequence[tuple[str, str]]) -> str:
     """Return the page of a program's data, headed by (name, value) facts.
 
     Names come from models and recordings of strangers. They stay text: the template escapes them,
-    the data has no character that HTML reads, the scripts write through `html` alone, and the
-    policy lets nothing run but these very scripts.
+    the data has no character that HTML interprets, the scripts write through `html` alone, and the
+    content-security policy allows these scripts only, by their hashes.
     """
     said = json.dumps(data, separators=(",", ":"))
     for char in "<>&":
@@ -61,11 +63,11 @@ def render(data: dict[str, Any], facts: Sequence[tuple[str, str]]) -> str:
         script_hash=_hash(script),
         data=said,
     )
-    return made.encode("utf-8", "backslashreplace").decode()  # half a surrogate pair
+    return made.encode("utf-8", "backslashreplace").decode()  # a lone surrogate
 
 
 def _hash(text: str) -> str:
-    """Return how a content-security policy names a script or a style."""
+    """Return the name of a script or style in a content-security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
@@ -73,15 +75,15 @@ def _text(name: str) -> str:
     return (_HERE / name).read_text(encoding="utf-8")
 
 
-# -- The memory under a page's lanes: bytes by category at each step, and what takes most of them
+# -- The memory below the lanes: bytes by category at each step, and the largest tensors -----------
 
 
-STORAGES = 3000  # the largest, which are named where the pointer is
+STORAGES = 3000  # the largest tensors, which the tip at the pointer names
 APART = (Category.HOST, Category.NVME)
 
 
 class Texts:
-    """Texts by number: layers have theirs alike, and a number is short."""
+    """Texts by number: equal texts of layers are stored once."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -95,9 +97,9 @@ class Texts:
 
 
 def step_times(track: Track, schedule: StepList) -> list[tuple[float, float]]:
-    """Return from when to when a track is at each step: a step lasts up to the next one's begin.
+    """Return (start, end) of each step in a track; a step ends when the next one begins.
 
-    Where a step has no bar of its own, it is where the compute stood before it.
+    A step without a bar starts when the compute before it has ended.
     """
     by_name = {bar.name: bar for bar in track.bars}
     starts, at = [], 0.0
@@ -113,7 +115,7 @@ def step_times(track: Track, schedule: StepList) -> list[tuple[float, float]]:
 
 
 def memory_by_step(schedule: StepList) -> dict[str, Any]:
-    """Return the bytes of each category where each step holds most."""
+    """Return the bytes of each category at the peak of each step."""
     report = schedule.memory
     times = [_fullest(report, *step.times) for step in schedule.steps]
     curves = {c: _curve(_all(report, c), len(report.curve)) for c in Category}
@@ -148,7 +150,7 @@ def _curve(storages: Sequence[Storage], end: int) -> list[int]:
 
 
 def largest_storages(schedule: StepList, table: Texts) -> list[list[int]]:
-    """Return [name, place, category, bytes, first step, last step] of what takes most memory."""
+    """Return [name, place, category, bytes, first step, last step] of the largest tensors."""
     report = schedule.memory
     step_at = [0] * (len(report.curve) + 1)
     for step in schedule.steps:
@@ -165,16 +167,15 @@ def largest_storages(schedule: StepList, table: Texts) -> list[list[int]]:
     ]  # fmt: skip
 
 
-# -- What the page of a program shows, as plain values: small, since it travels inside the file ----
+# -- The data of a page as plain values, kept small since the file contains it ---------------------
 
 
 GRAPHS = ("forward", "backward", "step")
-CRITICAL = "; underlined: the critical path"  # of a track, as the page draws it
 DIFF_LINES = 400  # of one pass
 
 
 class Shown(Protocol):
-    """What a page is of (tools/views/look.py)."""
+    """The subject of a page (tools/views/look.py)."""
 
     @property
     def program(self) -> Program: ...
@@ -196,7 +197,7 @@ class Shown(Protocol):
 
 
 def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
-    """Return everything that the page's script reads. passes: with what each changed."""
+    """Return the data that the page's script reads. passes: with the changes of each pass."""
     program, schedule = shown.program.planned(), shown.schedule
     about = details(program, schedule)
     table = Texts()
@@ -204,7 +205,7 @@ def page_data(shown: Shown, passes: bool) -> dict[str, Any]:
     place = {name: i for i, name in enumerate(about)}
     report = schedule.memory
     return {
-        "title": title(shown.program, shown.basis),
+        "title": title(shown.program, shown.basis).replace("   ", " · "),  # HTML joins spaces
         "lanes": [lane.value for lane in Lane],
         "verbs": meanings(),
         "graphs": GRAPHS,
@@ -240,20 +241,18 @@ def _step(detail: Detail, table: Texts) -> list[Any]:
 
 
 def _limits(shown: Shown) -> list[tuple[str, int]]:
-    """Return (name, bytes) of what a rank's memory should stay under."""
+    """Return (name, bytes) of the limits of a rank's memory: the budget, and the device."""
     found = []
-    plan, predicted = shown.program.planned().plan, shown.predicted
-    if plan.memory_budget:
-        found.append(("budget", plan.memory_budget))
-    if predicted is not None:
-        hardware = predicted.hardware
-        room = hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type]
-        found.append((hardware.device, room))
+    planned = shown.program.planned()
+    if planned.plan.memory_budget:
+        found.append(("budget", planned.plan.memory_budget))
+    hardware = planned.hardware if shown.predicted is None else shown.predicted.hardware
+    found.append((f"{hardware.device} has", available_bytes(hardware)))
     return found
 
 
 def layers(schedule: StepList) -> list[list[Any]]:
-    """Return [first step, steps a layer, layers, unit of the first] of what repeats."""
+    """Return [first step, steps per layer, layers, unit of the first] of identical layers."""
     steps = schedule.steps
     keys: list[Hashable] = [
         (s.kind, s.lane, s.graph, without_numbers(s.unit), s.num_nodes, s.verb) for s in steps
@@ -268,8 +267,10 @@ def layers(schedule: StepList) -> list[list[Any]]:
 
 
 def _track(track: Track, schedule: StepList, place: dict[str, int]) -> dict[str, Any]:
-    """Return a track, and its bars: name or the step's number, kind, lane, graph, start, end,
-    note, 1 where it is on the critical path. held: what was measured at each step, -1: nothing.
+    """Return a track with its bars.
+
+    A bar is its name or the number of its step, kind, lane, graph, start, end, note, and 1 if it is
+    on the critical path. held: measured bytes at each step, -1 if there are none.
     """
     bars = [
         [place.get(bar.name, bar.name), bar.kind, list(Lane).index(bar.lane), bar.graph,
@@ -279,19 +280,19 @@ def _track(track: Track, schedule: StepList, place: dict[str, int]) -> dict[str,
     ]  # fmt: skip
     times = [[round(a, 2), round(b, 2)] for a, b in step_times(track, schedule)]
     held = []
-    note = track.note + (CRITICAL if track.critical else "")
     if track.memory:
         held = [track.memory.held.get(step.name, -1) for step in schedule.steps]
     return {"name": track.name, "bars": bars, "times": times, "range": track.range_us,
-            "note": note, "held": held, "step": track.step_us,
+            "note": track.note, "held": held, "step": track.step_us,
             "peak_bytes": track.memory.peak_bytes if track.memory else 0}  # fmt: skip
 
 
 def _beside(
     shown: Shown, about: Mapping[str, Detail], place: dict[str, int]
 ) -> list[list[list[Any]]]:
-    """Return the rows of `pairs` for each measured track that a prediction precedes:
-    the step's number or -1, name, unit, what, count, predicted, measured.
+    """Return the rows of `pairs` for each measured track, if there is a prediction.
+
+    A row is the number of the step or -1, name, unit, what, count, predicted, measured.
     """
     if shown.predicted is None:
         return []
@@ -304,13 +305,13 @@ def _beside(
 
 
 def _note(bar: Bar, place: dict[str, int]) -> str:
-    """Return what is said of a bar; of one that is no step, its unit too."""
+    """Return the note of a bar, with the unit of a bar that is no step."""
     unit = f"unit {bar.unit}\n" if bar.unit and bar.name not in place else ""
     return unit + bar.note
 
 
 def _history(entries: Sequence[Entry]) -> list[dict[str, Any]]:
-    """Return every pass with what it changed of the program's text."""
+    """Return every pass with its changes of the program's text."""
     found, before = [], ""
     for number, entry in enumerate(entries):
         record = entry.record()
@@ -318,7 +319,7 @@ def _history(entries: Sequence[Entry]) -> list[dict[str, Any]]:
                                           lineterm="", n=1))[2:] if number else []  # fmt: skip
         more = len(lines) - DIFF_LINES
         if more > 0:
-            lines = [*lines[:DIFF_LINES], f"... and {more} lines more"]
+            lines = [*lines[:DIFF_LINES], f"... and {counted(more, 'more line')}"]
         found.append({
             "pass": entry.pass_spec, "summary": entry.summary, "nodes": entry.num_nodes,
             "comm_bytes": record.comm_bytes, "peak_bytes": record.peak_bytes, "diff": lines,

@@ -1,4 +1,4 @@
-"""The passes as text: what each is for, and what it did to a program."""
+"""The passes as text: the purpose of each, and its effect on a program."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from typing import Any
 
 from zerofx.ir.program import Entry, Planned
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.views.room import room
+
+NAMES = 48  # columns of a pass
 
 
 @dataclass(frozen=True)
 class PassesView:
     """The pipeline: (spec, purpose) of each pass; with a program, its history too.
 
-    Without a program its text is what `--pipeline` takes back.
+    Without a program, `--pipeline` can read the text back.
     """
 
     passes: tuple[tuple[str, str], ...]
@@ -29,16 +32,18 @@ class PassesView:
     def __str__(self) -> str:
         if not self.history:
             return "\n".join(f"{spec}\n    # {what}" for spec, what in self.passes)
-        head = f"{'pass':<48}{'nodes':>7}{'sent':>12}{'peak':>12}   what it did"
+        wide = room(NAMES, 34, 24)
+        head = f"{'pass':<{wide}}{'nodes':>7}{'sent':>12}{'peak':>12}   effect"
         rows = [
-            f"{f'{k:02d} ' + e.pass_spec:<48.47}{e.num_nodes:>7}{format_bytes(e.comm_bytes):>12}"
+            f"{f'{k:02d} ' + e.pass_spec:<{wide}.{wide - 1}}{e.num_nodes:>7}"
+            f"{format_bytes(e.comm_bytes):>12}"
             f"{format_bytes(e.peak_bytes):>12}   {e.summary}"
             for k, e in enumerate(self.history)
         ]
         return "\n".join([head, *rows])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain values."""
+        """Return all of it as plain values."""
         found: dict[str, Any] = {
             "passes": [{"spec": spec, "purpose": what} for spec, what in self.passes]
         }

@@ -1,4 +1,4 @@
-"""A prediction as text: does it fit, how long is a step, what is moved, with ranges."""
+"""A prediction as text: whether it fits, the time of a step, and its memory, with ranges."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from zerofx.analysis.memory.memory import ATEN
-from zerofx.analysis.time.forecast import Forecast, Range
+from zerofx.analysis.time.forecast import Forecast, Range, available_bytes
 from zerofx.analysis.time.pipelines import PipelineForecast
+from zerofx.hardware import Hardware
 from zerofx.ir.program import FORWARD
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
 from zerofx.tools.views.memory import MemoryView
+from zerofx.tools.views.room import room
 from zerofx.tools.views.schedule import title
-from zerofx.tools.views.timeline import WIDTH, TimelineView, format_us
+from zerofx.tools.views.timeline import WIDTH, TimelineView, format_rate, format_us
+from zerofx.tools.words import counted
 
-LARGEST = 4  # tensors that are named where a tier is too small
+LARGEST = 4  # tensors that are listed for a tier that is too small
 
 
 class WayOut(Protocol):
-    """What to change of a plan that does not fit; `plan` is the nearest one that does."""
+    """The changes that make a plan fit; `plan` is the nearest plan that fits."""
 
     @property
     def plan(self) -> Any: ...
@@ -31,10 +34,10 @@ class WayOut(Protocol):
 
 @dataclass(frozen=True)
 class PredictionView:
-    """What is known of a step before it runs: print it, or take `to_dict()` for JSON.
+    """The prediction of a step: print it, or take `to_dict()` for JSON.
 
-    basis: what regions are counted as in memory, "aten" or "compiled".
-    seek: looks for what fits in place of a plan that does not; None where the plan is settled.
+    basis: how memory inside regions is counted, "aten" or "compiled".
+    seek: finds a plan that fits instead of one that does not; None if the plan is fixed.
     """
 
     forecast: Forecast
@@ -44,17 +47,17 @@ class PredictionView:
 
     @property
     def fits(self) -> bool:
-        """Whether devices, hosts and NVMe hold what they should."""
+        """Whether devices, hosts and NVMe have the memory that the step needs."""
         return not self.forecast.shortages
 
     @property
     def missing_bytes(self) -> dict[str, int]:
-        """How much is missing, by tier; empty where the plan fits."""
+        """The bytes that are missing, by tier; empty if the plan fits."""
         return {s.tier: s.missing_bytes for s in self.forecast.shortages}
 
     @cached_property
     def way_out(self) -> WayOut | None:
-        """The nearest plan that fits, looked for when first asked; None where this one does."""
+        """The nearest plan that fits, searched at the first access; None if this one fits."""
         return self.seek() if self.seek is not None and not self.fits else None
 
     @property
@@ -79,7 +82,7 @@ class PredictionView:
         return as_text(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the figures with their ranges, the lanes, and the names at the peak."""
+        """Return the figures with their ranges, the lanes, and the largest tensors at the peak."""
         return [
             f"# {self.title}", *self._fit(), "", *_table(self.forecast), "",
             *self.timeline.lines()[1:], "", *self.memory.lines(),
@@ -87,13 +90,16 @@ class PredictionView:
 
     def _fit(self) -> list[str]:
         if self.fits:
-            return ["fits: devices, host memory and nvme hold it"]
+            return _fitting(self.forecast.hardware, self.peak_bytes)
         found = []
         for shortage in self.forecast.shortages:
             found.append(f"does not fit: {shortage}")
             found += [f"  {line}" for line in self.memory.largest(shortage.tier, LARGEST)]
         if self.way_out is None:
-            return [*found, "this program is finished: zerofx search on its model finds what fits"]
+            return [
+                *found,
+                "its plan is fixed; run zerofx search on its model to find one that fits",
+            ]
         return [*found, *self.way_out.lines()]
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,9 +116,9 @@ class PredictionView:
 
 @dataclass(frozen=True)
 class BetterCuts:
-    """Where stages could begin so that the longest one takes less: by the times of their units.
+    """Cuts that make the longest stage shorter, by the predicted times of its units.
 
-    before_us, after_us: what the longest stage computes in a step.
+    before_us, after_us: compute time of the longest stage in a step.
     """
 
     cuts: tuple[str, ...]
@@ -122,10 +128,10 @@ class BetterCuts:
 
 @dataclass(frozen=True)
 class PipelineView:
-    """What is known of a pipeline's step before it runs: print it, or take `to_dict()` for JSON.
+    """The prediction of a pipeline's step: print it, or take `to_dict()` for JSON.
 
-    memories: of a rank of each stage. units: those of each stage, in order. better: None where no
-    other cuts gain much. basis: what regions are counted as in memory.
+    memories: of a rank of each pipeline stage. units: of each stage, in order. better: None if no
+    other cuts gain much. basis: how memory inside regions is counted.
     """
 
     forecast: PipelineForecast
@@ -136,12 +142,12 @@ class PipelineView:
 
     @property
     def fits(self) -> bool:
-        """Whether devices, hosts and NVMe hold what they should."""
+        """Whether devices, hosts and NVMe have the memory that the step needs."""
         return not self.forecast.shortages
 
     @property
     def missing_bytes(self) -> dict[str, int]:
-        """How much is missing, by tier and stage; empty where the plan fits."""
+        """The bytes that are missing, by tier and stage; empty if the plan fits."""
         return {s.tier: s.missing_bytes for s in self.forecast.shortages}
 
     @property
@@ -150,7 +156,7 @@ class PipelineView:
 
     @property
     def peak_bytes(self) -> int:
-        """The peak of a rank of the stage that holds most."""
+        """The peak of a rank of the fullest pipeline stage."""
         return max(memory.peak_bytes for memory in self.memories)
 
     @property
@@ -162,26 +168,25 @@ class PipelineView:
         return as_text(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the figures with their ranges, each stage, when each runs, and the fullest's
-        memory.
-        """
+        """Return the figures with ranges, the stages, and the memory of the fullest."""
         found = self.forecast
         parallel = found.program.plan.parallel
-        num = f"{found.micro_batches} micro-batches"
+        num = counted(found.micro_batches, "micro-batch", "micro-batches")
         calls = f" in each of {found.calls} calls" if found.calls > 1 else ""
-        said = f"pipeline of {len(found.stages)} stages, {parallel.schedule}, {num}{calls}"
+        stages = counted(len(found.stages), "stage")
+        said = f"pipeline of {stages}, {parallel.schedule}, {num}{calls}"
         fit = [f"does not fit: {shortage}" for shortage in found.shortages]
         return [
-            f"# {self.title}", said, *(fit or ["fits: devices, host memory and nvme hold it"]), "",
+            f"# {self.title}", said, *(fit or _fitting(found.hardware, self.peak_bytes)), "",
             *_table(found), "", *self._stages(), "", *self._chart(), "",
-            f"memory of pipeline stage {found.fullest}, which holds most:",
+            f"memory of pipeline stage {found.fullest}, the fullest:",
             *self.memories[found.fullest].lines()[1:],
         ]  # fmt: skip
 
     def _stages(self) -> list[str]:
-        """Return a line a stage, and cuts that would be better."""
+        """Return a line per pipeline stage, and better cuts if there are any."""
         found = self.forecast
-        head = ("peak", "forward", "backward", "works", "waits")
+        head = ("peak", "forward", "backward", "busy", "idle")
         lines = [f"{'stage':<8}{''.join(f'{name:>12}' for name in head)}   units"]
         for position, (times, idle) in enumerate(zip(found.times, found.idle, strict=True)):
             cells = (
@@ -194,25 +199,26 @@ class PipelineView:
         if better is not None:
             lines.append(
                 f"cuts={list(better.cuts)} would balance better: the longest stage computes "
-                f"{format_us(better.after_us)} in place of {format_us(better.before_us)}"
+                f"{format_us(better.after_us)} instead of {format_us(better.before_us)}"
             )
         return lines
 
     def _chart(self) -> list[str]:
-        """Return when each stage runs: / forward, # backward, = the optimizer's step."""
+        """Return a line over time per stage: / forward, # backward, = the optimizer's step."""
         found = self.forecast
         ends = [runs[-1].end_us + t.end for runs, t in zip(found.runs, found.times, strict=True)]
         step = max(ends)
+        columns = room(WIDTH, 8, 24)
         which = "a step" if found.calls == 1 else "the step's last call"
         lines = [f"{which}: 0 .. {format_us(step)}   / forward  # backward  = step"]
         for position, runs in enumerate(found.runs):
-            bar = ["."] * WIDTH
+            bar = ["."] * columns
             marks = [
                 (r.start_us, r.end_us, "/" if r.action.graph == FORWARD else "#") for r in runs
             ]
             marks.append((runs[-1].end_us, ends[position], "="))
             for start, end, mark in marks:
-                first, last = (round(WIDTH * us / step) for us in (start, end))
+                first, last = (round(columns * us / step) for us in (start, end))
                 bar[first:last] = mark * (last - first)
             lines.append(f"{position:<8}{''.join(bar)}")
         return lines
@@ -251,34 +257,42 @@ class PipelineView:
         }  # fmt: skip
 
 
-# -- What both have --------------------------------------------------------------------------------
+# -- Shared by both views --------------------------------------------------------------------------
 def _title(found: Forecast | PipelineForecast, basis: str) -> str:
     ranks, hardware = found.program.world_size, found.hardware
     nodes = -(-ranks // hardware.devices_per_node)
-    where = f"{hardware.name}, {nodes} node{'s' if nodes > 1 else ''}"
+    where = f"{hardware.name}, {counted(nodes, 'node')}"
     return title(found.program, basis, where)
 
 
 def _table(found: Forecast | PipelineForecast) -> list[str]:
-    """Return each figure with its least, middle and most."""
-    rate = "{:.4g}".format
+    """Return each figure with the ends of its range and its middle."""
+    rate = format_rate
     shown: list[tuple[str, Range, Callable[[Any], str]]] = [
-        ("peak memory a rank", found.peak_bytes, lambda v: format_bytes(round(v))),
+        ("peak memory per rank", found.peak_bytes, lambda v: format_bytes(round(v))),
         ("step", found.step_us, format_us),
         ("exposed communication", found.exposed_us, format_us),
     ]
     if isinstance(found, PipelineForecast):
-        shown.append(("waits for other stages", found.idle_us, format_us))
+        shown.append(("waiting for other stages", found.idle_us, format_us))
     shown.append(("samples/s", found.samples_per_s, rate))
     if found.tokens:
         shown.append(("tokens/s", found.tokens_per_s, rate))
     shown += [
-        ("TFLOPS a device", found.flops_per_s, lambda v: rate(v / 1e12)),
+        ("TFLOPS per device", found.flops_per_s, lambda v: rate(v / 1e12)),
         ("model FLOPS utilisation", found.mfu, "{:.1%}".format),
     ]
     rows = [(name, [write(v) for v in asdict(r).values()]) for name, r, write in shown]
     head = f"{'':<26}{'from':>12}{'predicted':>12}{'to':>12}"
     return [head, *(f"{name:<26}{''.join(f'{t:>12}' for t in texts)}" for name, texts in rows)]
+
+
+def _fitting(hardware: Hardware, peak_bytes: int) -> list[str]:
+    """Return the line of a plan that fits: its peak next to the memory of a device."""
+    there = available_bytes(hardware)
+    return [
+        f"fits: {format_bytes(peak_bytes)} of {format_bytes(there)} per device ({hardware.device})"
+    ]
 
 
 def _plain(found: Forecast | PipelineForecast, basis: str) -> dict[str, Any]:

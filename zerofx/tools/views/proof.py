@@ -1,4 +1,4 @@
-"""What was proved of a program: how much of each invariant's matter there was to look at."""
+"""The proof of a program, with the number of nodes, values and slots that each invariant covers."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from zerofx.ir.text import as_text
 from zerofx.ir.verify import bounds, verify
 from zerofx.ir.verify_values import Numbering
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.words import counted
 
 _COUNTED: dict[str, Callable[[OpSpec], bool]] = {
     "gathers": lambda op: op.is_gather,
@@ -24,11 +25,11 @@ _COUNTED: dict[str, Callable[[OpSpec], bool]] = {
 
 @dataclass(frozen=True)
 class ProofView:
-    """A program that holds, on every one of its ranks: all run this same one.
+    """The proof of a program, for each of its ranks, since all run the same one.
 
-    counts: what was followed from its launch to its end. nodes: of all graphs. values: those whose
-    expressions were compared, down to `outputs` that must be what was captured. bounds: ops that
-    are not exact, and within what.
+    counts: operations that were followed from launch to end. nodes: of all graphs. values: those
+    whose expressions were compared, up to the `outputs`, which must equal the captured ones.
+    bounds: the error bound of each op that is not exact.
     """
 
     model: str
@@ -42,10 +43,10 @@ class ProofView:
 
     @classmethod
     def of(cls, program: Planned) -> ProofView:
-        """Verify a program, and say what there was to verify.
+        """Verify a program, and count what was verified.
 
         Raises:
-            ProgramError: it breaks an invariant.
+            ProgramError: the program breaks an invariant.
         """
         verify(program)
         nodes = [n for gm in program.graphs.values() for n in gm.graph.nodes]
@@ -61,27 +62,33 @@ class ProofView:
 
     def __str__(self) -> str:
         ranks = f"each of {self.world} ranks" if self.world > 1 else "its one rank"
-        followed = ", ".join(f"{n} {what}" for what, n in self.counts.items() if n)
+        followed = ", ".join(_counted(n, what) for what, n in self.counts.items() if n)
         lines = [
             f"{self.model}: proved for {ranks}",
-            f"  order     {self.nodes} nodes: {followed or 'nothing is moved'}; each read between "
-            "its wait and its release, each launch waited for once",
-            f"  dataflow  {self.values} values: {self.outputs} outputs, gradients and buffers are "
-            "the expressions that were captured",
+            f"  order     {counted(self.nodes, 'node')}: {followed or 'no transfers'}; "
+            "every read lies between the wait and the release, every launch has one wait",
+            f"  dataflow  {counted(self.values, 'value')}: {self.outputs} outputs, gradients and "
+            "buffers equal the captured expressions",
         ]
         for name, rule in self.bounds.items():
-            lines.append(f"  values    but for {name}: each value is {rule}")
+            lines.append(f"  values    except for {name}: each value is {rule}")
         if self.slots:
             lines.append(
-                f"  memory    {len(self.slots)} slots ({format_bytes(sum(self.slots))}): no two "
-                "buffers in one at a time"
+                f"  memory    {counted(len(self.slots), 'slot')} "
+                f"({format_bytes(sum(self.slots))}): never two buffers in one slot"
             )
         return as_text(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the same as plain values."""
+        """Return all of it as plain values."""
         return {
             "model": self.model, "world": self.world, "nodes": self.nodes, "values": self.values,
             "outputs": self.outputs, "counts": self.counts, "slot_bytes": list(self.slots),
             "bounds": self.bounds,
         }  # fmt: skip
+
+
+def _counted(number: int, plural: str) -> str:
+    """Return a number with one of the names of `_COUNTED`."""
+    singular = "copy between tiers" if plural == "copies between tiers" else plural[:-1]
+    return counted(number, singular, plural)

@@ -1,4 +1,4 @@
-"""A recording as text and as a file: lanes over time, what each took, what the compute waited."""
+"""A recording as text and as a file: lanes over time, their sums, and the idle time of compute."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from zerofx.plan.sizes import format_bytes
 from zerofx.schema import FormError, parse_json, read_file
 from zerofx.tools.views.bars import lane_lines, measured_track
 from zerofx.tools.views.timeline import format_us
+from zerofx.tools.words import counted
 
 MOST_BYTES = 1 << 30  # of one recording
 LONGEST = 12  # spans that are named
@@ -27,7 +28,7 @@ LONGEST = 12  # spans that are named
 
 @dataclass
 class RecordingView:
-    """What was measured, a program and rank each: print it, `save` it, or take `to_dict()`."""
+    """Measurements, one per program and rank: print them, `save` them, or take `to_dict()`."""
 
     programs: list[Measured] = field(default_factory=list)
 
@@ -35,21 +36,21 @@ class RecordingView:
         return "\n\n".join(as_text(lines_of(m)) for m in self.programs)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, which `load_recording` takes back from a file."""
+        """Return plain values, which `load_recording` reads back from a file."""
         return {"recording": [m.to_dict() for m in self.programs]}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write a JSON file, gzip where its name ends in `.gz`; each rank its own."""
+        """Write a JSON file, gzip if its name ends in `.gz`. Each rank writes its own."""
         text = json.dumps(self.to_dict()).encode()
         where = Path(path)
         where.write_bytes(gzip.compress(text, mtime=0) if where.suffix == ".gz" else text)
         return where
 
     def of(self, program: Planned) -> list[Measured]:
-        """Return what was recorded of a program, a rank each.
+        """Return the measurements of a program, one per rank.
 
         Raises:
-            RecordingError: it was not recorded; what differs from the nearest that was is named.
+            RecordingError: it was not recorded; the message has the difference from the nearest.
         """
         same, reasons = [], []
         for measured in self.programs:
@@ -60,16 +61,18 @@ class RecordingView:
                 reasons.append(error)
         if not same:
             if not reasons:
-                raise RecordingError("the recording is empty: its block has not ended yet")
+                raise RecordingError(
+                    "the recording is empty: its block has not ended. Read it after the block."
+                )
             raise min(reasons, key=lambda e: len(str(e)))
         return same_step(sorted(same, key=lambda m: m.rank))
 
 
 def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
-    """Read what `save` wrote, of any number of ranks.
+    """Read files that `save` wrote, of any number of ranks.
 
     Raises:
-        RecordingError: a file is no recording, or of another format; it is named.
+        RecordingError: a file is no recording, or has another format; the message names it.
     """
     found = RecordingView()
     for path in paths:
@@ -87,7 +90,7 @@ def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
 
 
 def _unpacked(data: bytes) -> bytes:
-    """Return what gzip packed, which may be no more than a file may have."""
+    """Return the unpacked data, which may be as large as a file may be."""
     with gzip.open(io.BytesIO(data)) as file:
         found = file.read(MOST_BYTES + 1)
     if len(found) > MOST_BYTES:
@@ -96,16 +99,16 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def _programs(said: Any) -> list[dict[str, Any]]:
-    """Return the programs in what a file holds.
+    """Return the programs of a file.
 
     Raises:
-        RecordingError: it holds something else; what, where that is known.
+        RecordingError: the file has other content; the message names it if it is known.
     """
     if isinstance(said, dict) and isinstance(said.get("recording"), list):
         return said["recording"]
     what = f"a JSON {type(said).__name__} without them"
     if isinstance(said, dict) and "traceEvents" in said:
-        what = "a trace for Perfetto, which shows a step but cannot be read back"
+        what = "a trace for Perfetto, which cannot be read back"
     raise RecordingError(f"it should hold recorded programs, but is {what}")
 
 
@@ -119,15 +122,15 @@ def _memory_lines(measured: Measured) -> list[str]:
 
 
 def lines_of(measured: Measured) -> list[str]:
-    """Return one program's lanes, their sums, and its longest spans."""
+    """Return the lanes of one program, their sums, and its longest spans."""
     steps = measured.steps_us
     plan = measured.identity["plan"]
     functions = ", ".join(f"{g} {format_us(us)}" for g, us in measured.functions_us.items())
     lines = [
         f"# {measured.model}   stage={plan.get('stage')} world={measured.world}   measured on rank "
-        f"{measured.rank} ({measured.device}), medians of {len(steps)} steps",
+        f"{measured.rank} ({measured.device}), medians of {counted(len(steps), 'step')}",
         f"step {format_us(measured.step_us)} ({format_us(min(steps))} .. {format_us(max(steps))}); "
-        f"{functions}; the compute waits {format_us(measured.exposed_us)} for transfers",
+        f"{functions}; compute waits {format_us(measured.exposed_us)} for transfers",
         *_memory_lines(measured),
         "",
         *lane_lines(measured_track(measured).bars),
@@ -137,7 +140,7 @@ def lines_of(measured: Measured) -> list[str]:
         own = [s for s in measured.spans if s.lane is lane]
         if own:
             total = sum(s.us for s in own)
-            lines.append(f"{lane.value:<12}{format_us(total):>10}   {len(own)} spans")
+            lines.append(f"{lane.value:<12}{format_us(total):>10}   {counted(len(own), 'span')}")
     lines += ["", "longest"]
     ranked = sorted(measured.spans, key=lambda s: (-s.us, s.name))[:LONGEST]
     for s in ranked:

@@ -1,15 +1,15 @@
-"""The schedule as text: what runs when in each lane, and what is resident meanwhile.
+"""The schedule as text: the steps of each lane in order, and the memory resident at each step.
 
     step  compute   gather     reduce    host    resident   (23 steps; peak 3.5 KiB at step 3)
        0  .         AG b0 >    .         .       2.0 KiB    ######
        3  mm fc0    |  b1      .         .       3.5 KiB    ##########  <- peak
 
-Below it, the marks and short words that it uses are explained.
+A legend below explains its marks and short words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,10 +21,15 @@ from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.spec import meanings
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.views.room import is_limited, room
+from zerofx.tools.words import counted
 
-LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)  # shown always, others if used
+LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)  # always shown; others if used
 WIDTH = 24  # of the bar
-COLUMN = {Lane.COMPUTE: 26, Lane.HOST: 6}  # characters; any other lane has 20
+COLUMN = {Lane.COMPUTE: 26, Lane.HOST: 6}  # characters; every other lane has 20
+NARROW = {Lane.COMPUTE: 12, Lane.HOST: 4}  # least on a narrow terminal; every other lane has 9
+MARGIN = 24  # columns of the step, its resident bytes and the bar at its shortest
+SHORT = 6  # columns of the shortest bar
 
 
 @dataclass(frozen=True)
@@ -43,20 +48,24 @@ class ScheduleView:
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """Return the lanes that are shown."""
+        """The lanes that are shown."""
         used = {step.lane for step in self.schedule.steps}
         return LANES + tuple(lane for lane in Lane if lane in used and lane not in LANES)
 
     def lines(self) -> list[str]:
         """Return the timeline's lines, identical layers once."""
         steps = self.schedule.steps
-        head = "  ".join(f"{lane.value:<{COLUMN.get(lane, 20)}}" for lane in self.lanes)
+        wide = self._columns()
+        head = "  ".join(f"{lane.value:<{wide[lane]}}" for lane in self.lanes)
         peak = f"peak {format_bytes(self.peak_bytes)} at step {self.schedule.peak_step}"
-        top = [f"# {self.title}", f"step  {head}  {'resident':<10} ({len(steps)} steps; {peak})"]
-        return top + collapse(self._rows(), indent="      ") + self._legend()
+        top = [
+            f"# {self.title}",
+            f"step  {head}  {'resident':<10} ({counted(len(steps), 'step')}; {peak})",
+        ]
+        return top + collapse(self._rows(wide), indent="      ") + self._legend()
 
     def _legend(self) -> list[str]:
-        """Return the meaning of the marks and short words that are used."""
+        """Return lines that explain the marks and short words in use."""
         steps = self.schedule.steps
         kinds = {step.kind for step in steps}
         marks = {
@@ -64,40 +73,69 @@ class ScheduleView:
             "b0": ("bucket 0", any(step.bucket >= 0 and not step.is_value for step in steps)),
             "v0": ("value 0, an activation", any(step.is_value for step in steps)),
             ">": ("launched", "launch" in kinds),
-            "|": ("under way", "launch" in kinds),
+            "|": ("in flight", "launch" in kinds),
             "<": ("waited for", "wait" in kinds),
             "x": ("released", "release" in kinds),
             "pack": ("gradients into a bucket", "pack" in kinds),
-            "update": ("the optimizer's, of a bucket", "update" in kinds),
+            "update": ("optimizer step of a bucket", "update" in kinds),
         }
         said = [f"{mark} {meaning}" for mark, (meaning, is_used) in marks.items() if is_used]
         used = {step.verb for step in steps}
         verbs = [f"{verb} {meaning}" for verb, meaning in meanings().items() if verb in used]
         return ["", *("  ".join(["     ", *words]) for words in (verbs, said) if words)]
 
-    def _rows(self) -> list[Row]:
-        found = []
+    def _columns(self) -> dict[Lane, int]:
+        """Return the width of each lane: the usual one, or what fits the terminal."""
+        wide = {lane: COLUMN.get(lane, 20) for lane in self.lanes}
+        if not is_limited():
+            return wide
+        used = self._longest()
+        wide = {lane: min(wide[lane], used[lane]) for lane in self.lanes}
+        for lane in sorted(self.lanes, key=lambda lane: -wide[lane]):
+            others = sum(n for other, n in wide.items() if other is not lane)
+            taken = MARGIN + others + 2 * len(self.lanes)
+            wide[lane] = room(wide[lane], taken, NARROW.get(lane, 9))
+        return wide
+
+    def _longest(self) -> dict[Lane, int]:
+        """Return the longest text of each lane, its name included."""
+        longest = {lane: len(lane.value) for lane in self.lanes}
+        for cells in self._cells():
+            for lane, text in cells.items():
+                longest[lane] = max(longest[lane], len(text))
+        return longest
+
+    def _cells(self) -> Iterator[dict[Lane, str]]:
+        """Yield the text of each lane, step by step."""
         flying: dict[Lane, list[Step]] = {lane: [] for lane in self.lanes}
         for step in self.schedule.steps:
-            cells = {lane: _under_way(flying[lane]) for lane in self.lanes}
+            cells = {lane: _in_flight(flying[lane]) for lane in self.lanes}
             cells[step.lane] = _cell(step)
             _fly(flying[step.lane], step)
-            found.append(self._row(step, cells))
-        return found
+            yield cells
 
-    def _row(self, step: Step, cells: dict[Lane, str]) -> Row:
-        """Return a step's line; in a repeated layer the numbers become ranges."""
+    def _rows(self, wide: Mapping[Lane, int]) -> list[Row]:
+        """Return a row for each step, with lanes of these widths."""
+        steps = self.schedule.steps
+        return [
+            self._row(step, cells, wide) for step, cells in zip(steps, self._cells(), strict=True)
+        ]
+
+    def _row(self, step: Step, cells: dict[Lane, str], wide: Mapping[Lane, int]) -> Row:
+        """Return the row of a step; the numbers of a repeated layer become ranges."""
         resident = step.resident_bytes
         is_peak = step.index == self.schedule.peak_step
         unit = step.unit
         key = (step.kind, step.lane, step.graph, without_numbers(unit), step.num_nodes, step.verb)
         shapes = tuple(without_numbers(cells[lane]) for lane in self.lanes)
-        bar = "#" * max(1, round(WIDTH * resident / max(self.peak_bytes, 1)))
+        others = sum(wide.values()) + 2 * len(wide) + MARGIN - SHORT
+        longest = room(WIDTH, others, SHORT)
+        bar = "#" * max(1, round(longest * resident / max(self.peak_bytes, 1)))
         held = format_bytes(resident)
         mark = "  <- peak" if is_peak else ""
 
         def write(layers: Layers) -> str:
-            shown = "  ".join(f"{cells[lane]:<{COLUMN.get(lane, 20)}}" for lane in self.lanes)
+            shown = "  ".join(f"{_within(cells[lane], wide[lane])}" for lane in self.lanes)
             last = layers[-1][0]
             until = f" .. {last}" if last != held else ""
             return f"{step.index:>4}  {shown}  {held:<10} {bar}{until}{mark}"
@@ -105,7 +143,7 @@ class ScheduleView:
         return Row(unit, (key, shapes, is_peak), write, (held,), step.kind == "region")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the schedule as plain values: every step, nothing collapsed."""
+        """Return the schedule as plain values, every step of every layer."""
         return {
             "title": self.title,
             "peak_bytes": self.peak_bytes,
@@ -115,14 +153,17 @@ class ScheduleView:
 
 
 def view(program: Program, compiled: Compiled | None = None, basis: str = ATEN) -> ScheduleView:
-    """Return the schedule of a program. compiled: see `memory`; basis: what it was chosen by."""
+    """Return the schedule of a program.
+
+    compiled: see `memory`; basis: the basis by which it was chosen.
+    """
     return ScheduleView(title(program, basis), schedule(program.planned(), compiled))
 
 
 def title(program: Program, basis: str = ATEN, where: str = "") -> str:
     """Name a program, its hardware and the basis of its memory for the first line of a view.
 
-    where: the hardware in other words than its name.
+    where: replaces the name of the hardware.
     """
     kind = "training" if program.is_training else "inference"
     if not isinstance(program, Planned):
@@ -133,6 +174,13 @@ def title(program: Program, basis: str = ATEN, where: str = "") -> str:
         f"{program.model_name}: {kind}   {setting} on {where or program.hardware.name}   "
         f"memory: regions as {regions}"
     )
+
+
+def _within(text: str, columns: int) -> str:
+    """Return a cell of a lane; a longer text is cut off on a narrow terminal alone."""
+    if is_limited() and len(text) > columns:
+        text = text[: columns - 1] + "…"
+    return f"{text:<{columns}}"
 
 
 def _cell(step: Step) -> str:
@@ -154,7 +202,7 @@ def _moved(step: Step) -> str:
     return f"{'v' if step.is_value else 'b'}{step.bucket}"
 
 
-def _under_way(flying: Sequence[Step]) -> str:
+def _in_flight(flying: Sequence[Step]) -> str:
     if not flying:
         return "."
     return "|  " + " ".join(map(_moved, flying))

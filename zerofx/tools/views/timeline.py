@@ -1,14 +1,15 @@
-"""Lanes over time as text: what is busy when, what it waits for, what the step is made of.
+"""Lanes over time as text: when each is busy, how long it waits, and the critical path.
 
     time      0 .. 1.2 ms
     compute   ########++##########  1.0 ms busy
     gather    ##  ##  ##            0.3 ms busy, 0.1 ms exposed
 
-A column is a part of the step: `#` where the lane is busy most of it, `+` half, `.` a little.
+Each column is a part of the step: `#` if the lane is busy most of it, `+` half, `.` a little.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,14 +18,16 @@ from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.timeline import Span, Timeline
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.views.room import room
 
-WIDTH = 72
+WIDTH = 72  # columns of a lane
+TAKEN, LEAST = 56, 24  # columns next to a lane, and of the shortest one
 LINES = 8  # of the critical path
 
 
 @dataclass(frozen=True)
 class TimelineView:
-    """One step's lanes: print it, or take `to_dict()` for JSON."""
+    """The lanes of one step: print them, or take `to_dict()` for JSON."""
 
     title: str
     timeline: Timeline
@@ -33,7 +36,7 @@ class TimelineView:
         return as_text(self.lines())
 
     def lines(self) -> list[str]:
-        """Return the lanes, why compute is idle, and the critical path by kind of task."""
+        """Return the lanes, the idle time of compute, and the critical path by kind of task."""
         found = self.timeline
         lines = [f"# {self.title}", f"{'time':<12}0 .. {format_us(found.step_us)}"]
         for lane in Lane:
@@ -41,7 +44,7 @@ class TimelineView:
             if spans:
                 lines.append(self._lane(lane, spans))
         idle = found.step_us - found.busy_us[Lane.COMPUTE]
-        lines.append(f"compute stands still for {format_us(idle)}{_share(idle, found.step_us)}")
+        lines.append(f"compute idle: {format_us(idle)}{_share(idle, found.step_us)}")
         return lines + self._critical()
 
     def _lane(self, lane: Lane, spans: Sequence[Span]) -> str:
@@ -54,7 +57,7 @@ class TimelineView:
         return f"{lane.value:<12}{bar}  {', '.join(notes)}"
 
     def _critical(self) -> list[str]:
-        """Return what the longest chain consists of, alike tasks of identical layers together."""
+        """Return the longest tasks of the critical path, those of identical layers summed."""
         sums: dict[tuple[str, str], tuple[float, int]] = {}
         for span in self.timeline.critical_path():
             name = without_numbers(f"{span.task.name} {span.task.unit}".split(" #")[0]).strip()
@@ -66,20 +69,21 @@ class TimelineView:
             + (f" x{count}" if count > 1 else "")
             for (lane, name), (us, count) in ranked
         ]
-        return ["critical path, most first", *rows]
+        return ["critical path, longest first", *rows]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every span and the sums as plain values."""
+        """Return every span, and the sums, as plain values."""
         return {"title": self.title, **self.timeline.to_dict()}
 
 
 def _filled(spans: Sequence[Span], step_us: float) -> list[float]:
-    """Return which share of each column a lane is busy."""
-    width = step_us / WIDTH
-    found = [0.0] * WIDTH
+    """Return the share of each column for which a lane is busy."""
+    columns = room(WIDTH, TAKEN, LEAST)
+    width = step_us / columns
+    found = [0.0] * columns
     for span in spans:
-        first = min(int(span.start_us / width), WIDTH - 1)
-        last = min(int(span.end_us / width), WIDTH - 1)
+        first = min(int(span.start_us / width), columns - 1)
+        last = min(int(span.end_us / width), columns - 1)
         for column in range(first, last + 1):
             begin, end = column * width, (column + 1) * width
             found[column] += max(min(span.end_us, end) - max(span.start_us, begin), 0.0) / width
@@ -99,7 +103,15 @@ def _share(us: float, step_us: float) -> str:
 
 
 def format_us(us: float) -> str:
-    """Return a time for people: `12.3 us`, `4.5 ms`, `1.2 s`."""
+    """Return a time with its unit: `12.3 us`, `4.5 ms`, `1.2 s`."""
     if us >= 1e6:
         return f"{us / 1e6:.3g} s" if us < 1e9 else f"{us / 1e6:.0f} s"
     return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} us"
+
+
+def format_rate(rate: float, figures: int = 3) -> str:
+    """Return a rate without more digits than a prediction knows: `52,900`, `4.94`."""
+    if rate <= 0:
+        return f"{rate:g}"
+    decimals = figures - 1 - math.floor(math.log10(rate))
+    return f"{round(rate, decimals):,.{max(0, decimals)}f}"

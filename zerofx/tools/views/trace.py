@@ -1,7 +1,7 @@
 """Trace-event JSON for Perfetto (ui.perfetto.dev, or its trace processor): lanes as threads.
 
-A process is one rank: as predicted (every rank alike), and each rank that was recorded. Arrows lead
-from a launch to what first reads what it delivers; counters show the memory. Written as one gzip
+A process is one rank: the predicted one (all ranks are equal), and each recorded one. Arrows lead
+from a launch to the first reader of its result; counters show the memory. Written as one gzip
 file, of the form described in Chromium's "Trace Event Format".
 """
 
@@ -27,7 +27,7 @@ PER_LANE = 1000  # numbers of tracks that a lane has for itself
 class Process:
     """One rank's lanes over time.
 
-    counters: name -> (time, value) of a curve, in order of time. offset_us: where its time 0 lies.
+    counters: name -> (time, value) of a curve, in order of time. offset_us: the time of its start.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Process:
 def write_trace(
     path: str | os.PathLike[str], processes: Sequence[Process], about: Mapping[str, Detail]
 ) -> Path:
-    """Write a trace of several processes; gzip, whatever the file is called."""
+    """Write a trace of several processes; it is gzip whatever its name."""
     data = json.dumps({"traceEvents": events(processes, about), "displayTimeUnit": "ms"})
     where = Path(path)
     where.write_bytes(gzip.compress(data.encode(), mtime=0))
@@ -59,7 +59,7 @@ def events(processes: Sequence[Process], about: Mapping[str, Detail]) -> list[Ev
 
 
 def _tracks(bars: Sequence[Bar]) -> dict[str, int]:
-    """Give each bar a track: one a lane, and more where bars overlap, which no track may."""
+    """Assign a track to each bar: one per lane, and more if bars overlap, which no track may."""
     found: dict[str, int] = {}
     free: dict[Lane, list[float]] = {}  # of each track, when it is free again
     for bar in sorted(bars, key=lambda b: b.start_us):
@@ -87,7 +87,7 @@ def _meta(what: str, pid: int, tid: int = 0, **args: Any) -> Event:
 def _slices(
     pid: int, process: Process, tracks: Mapping[str, int], about: Mapping[str, Detail]
 ) -> Iterator[Event]:
-    """Yield one complete event a bar."""
+    """Yield one complete event per bar."""
     for bar in process.bars:
         yield {
             "ph": "X", "name": label(bar), "cat": bar.kind, "pid": pid, "tid": tracks[bar.name],
@@ -97,7 +97,7 @@ def _slices(
 
 
 def label(bar: Bar) -> str:
-    """Name a bar for people: its unit, and what is done to it."""
+    """Return the label of a bar: its unit and its verb."""
     what = bar.name.removeprefix(f"{bar.graph} ")
     prime = "'" if bar.graph == "backward" else ""
     if bar.kind == "region":
@@ -119,7 +119,7 @@ def _args(bar: Bar, detail: Detail | None) -> dict[str, Any]:
 def _flows(
     pid: int, process: Process, tracks: Mapping[str, int], about: Mapping[str, Detail], first: int
 ) -> Iterator[Event]:
-    """Yield an arrow from every launch to the bar that first reads what it delivers."""
+    """Yield an arrow from every launch to the first bar that reads its result."""
     by_name = {bar.name: bar for bar in process.bars}
     for number, bar in enumerate(process.bars, first):
         detail = about.get(bar.name)

@@ -1,4 +1,4 @@
-"""Why a value is kept, recomputed, or gathered again: the budget's decisions as text."""
+"""The reasons why values are kept, recomputed or gathered again, as text."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BUDGET = "memory_budget"
 
 @dataclass(frozen=True)
 class WhyView:
-    """The decisions on what a name stands for: print them, or take `to_dict()`."""
+    """The decisions on the values of a name: print them, or take `to_dict()`."""
 
     name: str
     decisions: tuple[Decision, ...]
@@ -40,7 +40,7 @@ class WhyView:
 
 
 def explained(decisions: tuple[Decision, ...], name: str) -> tuple[Decision, ...]:
-    """Return the decisions on a value, a module and what is in it, a bucket, or a source line.
+    """Return the decisions on a value, a module with its submodules, a bucket or a source line.
 
     Raises:
         PlanError: there is none.
@@ -55,16 +55,16 @@ def explained(decisions: tuple[Decision, ...], name: str) -> tuple[Decision, ...
     if not found:
         if not decisions:
             raise PlanError(
-                f"--why {name}: nothing was decided, as the plan has no memory_budget; set it "
-                "(\"22GiB\"), with activations='auto' for the activations too, or a fraction"
+                f"--why {name}: there are no decisions, since the plan has no memory_budget. Set "
+                "it (\"22GiB\"), with activations='auto' or a fraction for the activations."
             )
         known = sorted({k for d in decisions for k in (d.subject, d.module) if k})
-        raise PlanError(f"--why {name}: nothing of this name was decided{nearest(name, known)}")
+        raise PlanError(f"--why {name}: there is no decision under this name{nearest(name, known)}")
     return found
 
 
 def summary(decisions: tuple[Decision, ...]) -> list[str]:
-    """Return what the budget was spent on: counts and bytes by choice, and what is left."""
+    """Return the use of the budget: counts and bytes by choice, and the rest."""
     if not decisions:
         return []
     count: Counter[str] = Counter()

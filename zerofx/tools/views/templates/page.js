@@ -1,8 +1,9 @@
-// What pointer and keys do, and the first drawing.
+// Pointer and keys, and the first drawing.
 const tip = document.getElementById("tip");
 function draw() {
   drawLanes();
   drawMemory();
+  showFolded();
   const f = main.folding;
   document.getElementById("range").textContent = `${time(f.from(axis.from), 4)} .. ${time(f.from(axis.to), 4)}`;
 }
@@ -63,7 +64,7 @@ watch(memory, (event) => {
   say(event, event.offsetX < MARGIN || !steps.length ? null : memoryTip(stepAt(main, main.folding.from(at))));
 });
 
-// -- folded layers: what is in sight stays where it is ------------------------------------------
+// -- folded layers: the visible part stays in place ---------------------------------------------
 function refoldAround(at, change) {
   const isWhole = axis.to - axis.from > 0.999 * axis.length, x = (at - axis.from) / (axis.to - axis.from);
   const t = main.folding.from(at), span = axis.to - axis.from;
@@ -115,7 +116,7 @@ lanes.addEventListener("keydown", (event) => {
 });
 lanes.addEventListener("blur", () => { if (hovered) KEYS.Escape(); drawLanes(); });
 
-// -- which track the memory lies under: the first that was measured -----------------------------
+// -- the track that the memory is shown with: the first measured one ----------------------------
 const under = document.getElementById("under"), choice = under.querySelector("select");
 if (D.tracks.length > 1) {
   under.hidden = false;
@@ -129,7 +130,7 @@ if (D.tracks.length > 1) {
   choice.value = D.beside.length ? 1 : 0;
   main = D.tracks[choice.value];
 }
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { readColours(); draw(); });
+dark.addEventListener("change", () => { readColours(); inks.clear(); writeLegends(); draw(); });
 addEventListener("resize", draw);
 writeLegends();
 draw();

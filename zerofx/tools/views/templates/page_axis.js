@@ -5,7 +5,7 @@ const steps = D.steps.map(([name, kind, lane, graph, unit, moves, bytes, line, n
   i, name, lane, bytes, resident, graph: D.graphs[graph], kind: D.texts[kind], unit: D.texts[unit],
   moves: D.texts[moves], line: D.texts[line], names: D.texts[names], heaviest: D.texts[heaviest],
 }));
-const isInSteps = D.in_steps; // no times are known: a step is one wide
+const isInSteps = D.in_steps; // without times, a step is one wide
 
 function bytes(n) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
@@ -29,7 +29,7 @@ function readColours() {
 }
 readColours();
 
-// Where a track leaves out the identical layers behind the first: {from, to, layer}.
+// Intervals in which a track leaves out identical layers after the first: {from, to, layer}.
 const opened = new Set();
 let isFolded = false;
 function cutsOf(track) {
@@ -93,7 +93,7 @@ function zoom(factor, at = (axis.from + axis.to) / 2) {
 refold();
 show(0, axis.length);
 
-// The track whose time is written above the lanes, and under which the memory lies.
+// The track whose time is written above the lanes and shown with the memory.
 let main = D.tracks[0];
 
 // The step at a track's time.

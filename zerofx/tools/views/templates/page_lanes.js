@@ -1,15 +1,13 @@
-// Lanes over time on a canvas: one row a lane, more where bars overlap.
+// Lanes over time on a canvas: one row per lane, more if bars overlap.
 const MARGIN = 112, ROW = 19, GAP = 4, HEAD = 20, RULER = 18;
-const FORWARD = "#3b73b9", BACKWARD = "#7d5fb8";
-const KIND = { wait: "#d64545", pack: "#7c8ca1", update: "#b0506a", launch: "#b9c3d0", release: "#d3dae3", sync: "#c77d0a", beside: "#c9a14a", store: "#7c8ca1", cast: "#7c8ca1", call: "#a9b4c2", clip: "#b0506a", arrival: "#d08a1d" };
-const LANE = { gather: "#25968a", reduce: "#d08a1d", "to host": "#6f9a2f", "from host": "#4c8f5c", "from nvme": "#94754a", "to nvme": "#7d6a53", "host update": "#b0506a" };
 
-function colour(bar) {
-  if (KIND[bar.kind]) return KIND[bar.kind];
+function toneOf(bar) {
+  if (BY_KIND[bar.kind]) return BY_KIND[bar.kind];
   const lane = D.lanes[bar.lane];
-  if (bar.kind !== "region" && LANE[lane]) return LANE[lane];
-  return bar.graph === "backward" ? BACKWARD : bar.graph === "step" ? KIND.update : FORWARD;
+  if (bar.kind !== "region" && BY_LANE[lane]) return BY_LANE[lane];
+  return bar.graph === "backward" ? "backward" : bar.graph === "step" ? "update" : "forward";
 }
+function colour(bar) { return tone(toneOf(bar)); }
 
 // Rows of all tracks: {track, label, y, bars} with bars in order of time, none overlapping.
 const rows = [];
@@ -57,7 +55,7 @@ function prepare(canvas, height) {
 function xOf(at, width) { return MARGIN + (at - axis.from) / (axis.to - axis.from) * (width - MARGIN); }
 function atOf(x, width) { return axis.from + (x - MARGIN) / (width - MARGIN) * (axis.to - axis.from); }
 
-// Round times of the main track that are in sight, with their place on the axis; none within cuts.
+// Visible round times of the main track with their place on the axis; none within cuts.
 function ticks(width) {
   const span = axis.to - axis.from, most = Math.max(2, Math.floor((width - MARGIN) / 110));
   const step = 10 ** Math.floor(Math.log10(span / most));
@@ -100,7 +98,7 @@ function drawLabel(g, row) {
   g.textAlign = "right"; g.fillStyle = ui.dim;
   g.fillText(row.label, MARGIN - 8, row.y + ROW / 2);
 }
-// As much of a text as there is room for.
+// As much of a text as fits.
 function fitting(g, text, room) {
   let width = g.measureText(text).width;
   if (width <= room) return text;
@@ -113,7 +111,7 @@ function drawRow(g, width, row) {
   if (!row.bars) return;
   g.fillStyle = ui.soft;
   g.fillRect(MARGIN, row.y, width - MARGIN, ROW);
-  let last = -1; // what ends before the pixel drawn last is under it
+  let last = -1; // the last pixel drawn; bars that end before it are hidden
   for (const bar of row.bars) {
     const from = xOf(row.track.folding.to(bar.from), width), to = xOf(row.track.folding.to(bar.to), width);
     if (to < MARGIN || from > width || to < last) continue;
@@ -136,7 +134,7 @@ function label(g, bar, x, w, y) {
   g.textAlign = "left";
   g.fillText(fitting(g, title(bar), w - 9), x + 4, y + ROW / 2 + 1);
 }
-// Dark or white, whichever is the easier to read on a colour.
+// Dark or white text, whichever has more contrast on a colour.
 const inks = new Map();
 function inkOn(hex) {
   if (!inks.has(hex)) {
@@ -166,7 +164,7 @@ function drawCuts(g, width, track) {
   }
 }
 
-// From a launch to the step that first reads what it delivers.
+// An arrow from a launch to the first step that reads its result.
 function drawFlow(g, width, bar) {
   if (!bar.step || bar.kind !== "transfer") return;
   const to = bar.track.byName.get(steps[D.uses[bar.step.i]]?.name);

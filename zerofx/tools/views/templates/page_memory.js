@@ -1,17 +1,13 @@
 // The memory of a rank under the lanes, on the same axis, with the budget.
-const CATEGORY = {
-  parameters: "#4878a8", gathered: "#7fc4bd", gradients: "#8fb8de", optimizer: "#e0a33e", activations: "#9c6bb3",
-  temporaries: "#5aa469", communication: "#c9cfd6", inputs: "#7f8c99", outputs: "#b8a48c", buffers: "#d9774f",
-};
 const HEIGHT = 150;
 const memory = document.getElementById("memory");
-// A limit far above the peak would flatten the curve: it is said above the picture.
+// A limit far above the peak would flatten the curve; the facts above the lanes have it.
 const limits = D.limits.filter(([, n]) => n < 3 * D.peak_bytes);
 const top_bytes = 1.1 * Math.max(1, D.peak_bytes, ...D.tracks.map((t) => t.peak_bytes), ...limits.map(([, n]) => n));
 
 function yOf(n) { return HEIGHT - 4 - n / top_bytes * (HEIGHT - 12); }
 
-// The fullest step of every column of pixels.
+// The step with the most memory in every column of pixels.
 function columns(width) {
   const found = new Int32Array(Math.max(0, Math.ceil(width - MARGIN))).fill(-1);
   main.times.forEach(([from, to], i) => {
@@ -49,7 +45,7 @@ function drawMemory() {
     written(g, "peak " + bytes(D.peak_bytes), peak + (g.textAlign === "left" ? 5 : -5), yOf(D.peak_bytes) - 8);
   }
 }
-// What was measured, as a line over what was predicted.
+// Measured memory as a line over the predicted memory.
 function drawHeld(g, width, own) {
   const path = new Path2D();
   let pen = false;
@@ -67,7 +63,7 @@ function column(g, x, w, i) {
   let below = 0;
   D.memory.bytes.forEach((curve, k) => {
     const y0 = yOf(below), y1 = yOf(below += curve[i]);
-    g.fillStyle = CATEGORY[D.memory.categories[k]];
+    g.fillStyle = tone(D.memory.categories[k]);
     g.fillRect(x, y1, w, y0 - y1);
   });
 }
@@ -77,7 +73,7 @@ function line(g, width, n, colour, text) {
   g.setLineDash([]);
   g.fillStyle = colour; g.textAlign = "right"; written(g, text, width - 6, yOf(n) - 8);
 }
-// A text over what may have any colour.
+// Text with a halo, readable on any colour.
 function written(g, text, x, y) {
   g.strokeStyle = ui.paper; g.lineWidth = 3; g.lineJoin = "round";
   g.strokeText(text, x, y); g.lineWidth = 1;

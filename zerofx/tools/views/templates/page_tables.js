@@ -1,4 +1,4 @@
-// The tables under the picture: steps, predicted beside measured, passes, decisions.
+// The tables under the picture: steps, predicted and measured times, passes, decisions.
 const panel = document.getElementById("panel"), tabs = document.getElementById("tabs");
 function table(head, body) {
   const cells = head.map((h) => html`<th class="${h.startsWith("#") ? "n" : ""}">${h.replace("#", "")}</th>`);
@@ -6,7 +6,7 @@ function table(head, body) {
 }
 
 // -- steps, identical layers once ---------------------------------------------------------------
-const listed = new Set(); // layers that are written out
+const listed = new Set(); // layers whose steps are all listed
 const measuredTracks = D.tracks.filter((t) => t.held.length);
 function stepRow(i, inner) {
   const s = steps[i], times = D.tracks.map((t) => t.byName.get(s.name)).map((b) => html`<td class="n">${b ? time(b.to - b.from) : ""}</td>`);
@@ -22,7 +22,7 @@ function stepsTab() {
   D.layers.forEach(([first, period, count, unit], layer) => {
     own(at, first, false);
     const open = listed.has(layer), last = first + period * count;
-    body.push(html`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="20">${open ? "▾" : "▸"} ${count} identical layers from ${unit} on${open ? "" : ", the first written out"}</td></tr>`);
+    body.push(html`<tr class="layer" data-layer="${layer}" tabindex="0" aria-expanded="${open}"><td colspan="20">${open ? "▾" : "▸"} ${count} identical layers from ${unit} on${open ? "" : "; the first is listed"}</td></tr>`);
     own(first, open ? last : first + period, true);
     at = last;
   });
@@ -49,15 +49,15 @@ function lookAt(i) {
   window.scrollTo({ top: 0, behavior: "smooth" });
 }
 
-// -- predicted beside measured ------------------------------------------------------------------
+// -- predicted and measured times ------------------------------------------------------------------
 function compareTab() {
   const left = D.tracks[0], right = main === left ? D.tracks[1] : main;
   const body = D.beside[D.tracks.indexOf(right) - 1].map(([i, name, unit, what, count, a, b]) =>
-    html`<tr${i < 0 ? "" : html` class="step" data-step="${i}" tabindex="0"`}><td>${name}${count > 1 ? ` and ${count - 1} alike` : ""}</td><td>${unit}</td>
+    html`<tr${i < 0 ? "" : html` class="step" data-step="${i}" tabindex="0"`}><td>${name}${count > 1 ? ` and ${count - 1} equal` : ""}</td><td>${unit}</td>
       <td>${what}</td><td class="n">${time(a)}</td><td class="n">${time(b)}</td><td class="n">${b ? (a / b).toFixed(2) : ""}</td></tr>`);
   const held = right.peak_bytes ? `; peak memory ${bytes(D.peak_bytes)}, ${bytes(right.peak_bytes)} (${beside(right.peak_bytes, D.peak_bytes)})` : "";
   put(panel, [
-    html`<p>${left.name} ${time(left.step)}, ${right.name} ${time(right.step)}${held}; largest differences first, identical layers summed. A collective lasts from its launch to the end of its wait where it was measured.</p>`,
+    html`<p>${left.name} ${time(left.step)}, ${right.name} ${time(right.step)}${held}; largest differences first, identical layers summed. A measured collective lasts from its launch to the end of its wait.</p>`,
     table(["step", "unit", "what", "#" + left.name, "#" + right.name, "#ratio"], body),
   ]);
 }
@@ -72,13 +72,13 @@ function passesTab() {
   }));
 }
 function decisionsTab() {
-  put(panel, html`<p>${D.spent || ""}</p><input type="search" id="search" placeholder="a value, module, bucket, choice or line"><div id="found"></div>`);
+  put(panel, html`<p>${D.spent || ""}</p><input type="search" id="search" placeholder="value, module, bucket, choice or line"><div id="found"></div>`);
   const list = () => {
     const wanted = document.getElementById("search").value;
     const found = D.decisions.filter((d) => !wanted || [d.subject, d.module, d.line, d.choice].some((v) => v.includes(wanted)));
     const body = found.slice(0, 500).map((d) => html`<tr><td>${d.choice}</td><td class="n">${bytes(d.nbytes)}</td><td>${d.subject}</td><td>${d.module}</td><td>${d.line}</td><td class="wide">${d.why}</td></tr>`);
     put(document.getElementById("found"), [
-      html`<p><small>${found.length} decisions${found.length > 500 ? ", the first 500" : ""}</small></p>`,
+      html`<p><small>${found.length} decision${found.length === 1 ? "" : "s"}${found.length > 500 ? ", the first 500" : ""}</small></p>`,
       table(["choice", "#bytes", "what", "module", "line", "why"], body),
     ]);
   };
