@@ -1,7 +1,7 @@
-"""Folders and files whose code this process runs: this user's, and written to by no other user.
+"""Private folders: code that this process runs is this user's, and no one else may write to it.
 
-A folder that was given is never changed. If others may write to it, a folder within it is made and
-used, which they cannot write to.
+An existing folder is never changed. If others may write to it, zerofx creates and uses a folder
+within it to which they cannot write.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _WAY_OUT = "Set ZEROFX_CACHE_DIR to a directory of your own"
 
 
 def private_root(given: Path) -> Path:
-    """Return a folder of this user's alone: the one that was given, or one within it.
+    """Return a private folder of this user: the given one, or one within it.
 
     Raises:
-        ProgramError: there is none, and none can be made.
+        ProgramError: there is no such folder, and none can be created.
     """
     try:
         given.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -47,10 +47,10 @@ def private_root(given: Path) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Return a folder of a private root: made if it is missing, refused if it is another user's.
+    """Return a folder of a private root: create it if missing, refuse it if it is another user's.
 
     Raises:
-        ProgramError: says whose it is.
+        ProgramError: names the owner.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -66,17 +66,18 @@ def private_folder(folder: Path) -> Path:
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Return whether something is this user's, and no other user may write to it."""
+    """Return whether a file belongs to this user, and no other user may write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 
 def remove_foreign(paths: Iterable[Path]) -> bool:
-    """Remove files of a private folder that others have made, or may write to; warn of each.
+    """Remove files of a private folder that others created or may write to; warn about each.
 
-    They can be from a time when the folder was open to others. Return whether there were any.
+    Such files may date from a time when the folder was open to others. Return whether there were
+    any.
 
     Raises:
-        ProgramError: one cannot be removed.
+        ProgramError: a file cannot be removed.
     """
     has_any = False
     for path in paths:

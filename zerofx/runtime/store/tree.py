@@ -1,6 +1,6 @@
-"""The module tree and its parameters: which modules hold each one, and whether they still do.
+"""Module tree and its parameters: which modules hold each one, and whether they still do.
 
-A program runs on the modules and parameters that were there when it was captured.
+A program runs on the modules and parameters that existed when it was captured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, piece_of
 Holder = tuple[nn.Module, str]
 
 
-# What gloo and NCCL both reduce, and torch itself adds.
+# Dtypes that both gloo and NCCL reduce, and that torch itself adds.
 SUMMABLE = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
 )
@@ -33,7 +33,7 @@ SUMMABLE = frozenset(
 class ParameterTree:
     """Every distinct parameter under its canonical (first) name, and all places that hold it.
 
-    ignored: names of parameters that stay the user's; `left` has them.
+    ignored: names of parameters that stay the user's; `left` contains them.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -55,11 +55,7 @@ class ParameterTree:
                 self.holders.setdefault(name, []).append((module, key))
 
     def check(self) -> None:
-        """Raise unless every parameter is plain, initialised or on meta, and without gradient.
-
-        Raises:
-            ShardError: names the parameter and the fix.
-        """
+        """Raise unless every parameter is plain, initialised or on meta, and without gradient."""
         for name, param in self.params.items():
             if piece_of(param) is not None:
                 raise ShardError(f"{name} belongs to a compiled model already; compile once")
@@ -95,9 +91,10 @@ class ParameterTree:
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise where a parameter shares memory with another one or with a buffer.
+        """Raise if a parameter shares memory with another parameter or with a buffer.
 
-        Each gets memory of its own in a shard, so that what was one would silently become two.
+        Each gets memory of its own in a shard, so the shared memory would silently become two
+        copies.
         """
         found: list[tuple[str, int, int, str, bool]] = []  # memory, first byte, end, name, param?
         params = {**self.params, **self.left}
@@ -110,7 +107,7 @@ class ParameterTree:
                     continue
                 seen.add(id(buffer))
                 found.append((*memory_range(buffer), f"{path}.{key}" if path else key, False))
-        reach: tuple[str, int, str, bool] | None = None  # the range so far that ends last
+        reach: tuple[str, int, str, bool] | None = None  # the range, so far, with the highest end
         for memory, start, end, name, is_param in sorted(found):
             if start == end:
                 continue
@@ -136,7 +133,7 @@ def check_summable(name: str, param: torch.Tensor) -> None:
     """Raise for a trained parameter whose gradients cannot be summed over ranks.
 
     Raises:
-        ShardError: names the parameter and its format.
+        ShardError: names the parameter and its dtype.
     """
     if param.requires_grad and param.dtype not in SUMMABLE:
         raise ShardError(
@@ -158,7 +155,7 @@ def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
 
 
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
-    """Return what users and libraries hung on a parameter (`p.no_weight_decay = True`)."""
+    """Return attributes that users and libraries set on a parameter (`p.tag = 1`)."""
     ours = ("zfx", "_grad")
     return {k: v for k, v in vars(param).items() if k not in ours}
 
@@ -169,17 +166,17 @@ _REBUILD = (
     "zerofx.full_state_dict and compile that"
 )
 
-# id of a module's `_parameters` (a compiled model shares its root's) -> key -> what was assigned
+# id of a module's `_parameters` (a compiled model shares its root's) -> key -> the value assigned
 # there (`module.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`) since the last check
 _assigned: dict[int, dict[str, nn.Parameter]] = {}
 
 
 @cache
 def _watch_assignments() -> None:
-    """Tell assignments from what is written past them, once per process.
+    """Distinguish assignments from writes that bypass them; installed once per process.
 
-    `torch.func.functional_call` puts its values into `_parameters` for one call only; to take them
-    for a load would overwrite the weights for good.
+    `torch.func.functional_call` puts its values into `_parameters` for one call only. Treating them
+    as a load would overwrite the weights permanently.
     """
     register_module_parameter_registration_hook(_note_assignment)
 
@@ -193,8 +190,8 @@ def _note_assignment(module: nn.Module, key: str, param: nn.Parameter) -> None:
 class Bindings:
     """The parameters, their storages and the submodules of a compiled model, as of compile.
 
-    `params` and `views` (what the flat shards hold of each, 1-D) are by canonical name, in one
-    order.
+    `params` and `views` (the 1-D ranges of the flat shards) are keyed by canonical name, in the
+    same order.
     """
 
     def __init__(
@@ -211,7 +208,7 @@ class Bindings:
         self._modules = list(tree.modules.items())
         self._children = [own_children(m) for m in tree.modules.values()]
         self._expected = [dict(c) for c in self._children]
-        # what carries each piece: its local tensor, or the parameter itself
+        # the object that carries each piece: its local tensor, or the parameter itself
         self._carriers = [pieces[name].local(p) for name, p in params.items()]
         self._shapes = [t.shape for t in self._carriers]
         self._pointers = [t.data_ptr() for t in self._carriers]
