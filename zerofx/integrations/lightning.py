@@ -1,4 +1,4 @@
-"""Lightning's strategies over zerofx: `strategy="zerofx"` for its Trainer and for Fabric.
+"""Lightning strategies on zerofx: `strategy="zerofx"` for its Trainer and for Fabric.
 
     import zerofx.integrations.lightning  # registers both names
 
@@ -6,9 +6,9 @@
     trainer = lightning.Trainer(strategy=ZeroFXStrategy(plan={"stage": 2}), devices=8)
     fabric = lightning.Fabric(strategy=ZeroFXFabricStrategy(plan="plan.yaml"), devices=8)
 
-The module stays what it is: `training_step`, `self.log`, metrics and hooks run as they are written,
-and each call of the module, or of a part of it that has parameters, runs a program. Launchers and
-the process group are those of Lightning's DDP. docs/lightning.md has the differences.
+The module stays as it is: `training_step`, `self.log`, metrics and hooks run as written. Each call
+of the module, or of a part of it that has parameters, runs a program. Launchers and the process
+group are those of Lightning's DDP. docs/lightning.md lists the differences.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _OLDEST = (2, 6)
 
 
 def _check_version() -> None:
-    """Raise unless Lightning is there, and one that this file is written for.
+    """Raise unless Lightning is installed, in a version that this file supports.
 
     Raises:
-        ImportError: names the version that is installed, and what to install.
+        ImportError: names the installed version, and what to install.
     """
     wanted = ".".join(map(str, _OLDEST))
     try:
@@ -74,18 +74,18 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.data import extract_batch_size  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
-# -- What both strategies do -----------------------------------------------------------------------
+# -- Shared by both strategies----------------------------------------------------------------------
 
 
 def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
-    """Return the plan that Lightning's precision asks for.
+    """Return the plan that matches Lightning's precision.
 
-    "bf16-mixed" and "16-mixed": parameters are gathered in that format too, and shards and
+    "bf16-mixed" and "16-mixed": parameters are gathered in that dtype too, while shards and
     optimizer states stay fp32, as under Lightning's FSDP. Its autocast stays around each step, and
     for fp16 its GradScaler. The "true" formats convert the module before it is compiled.
 
     Raises:
-        PlanError: the plan has another precision, or Lightning's is not for zerofx.
+        PlanError: the plan has another precision, or zerofx does not support Lightning's.
     """
     name: Any = getattr(plugin, "precision", None)
     chosen = plan.precision
@@ -114,7 +114,7 @@ def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
 
 
 class _Former:
-    """The parameters that modules had before they were compiled, while somebody holds them."""
+    """The parameters that modules had before they were compiled, while something refers to them."""
 
     def __init__(self) -> None:
         self._params: list[tuple[weakref.ref[nn.Parameter], str]] = []
@@ -134,7 +134,7 @@ class _Former:
         return compiled
 
     def check(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise if an optimizer has one of them: its steps would train nothing.
+        """Raise if an optimizer has one of them, because its steps would have no effect.
 
         Raises:
             OptimizerError: names the optimizer and the parameter.
@@ -152,7 +152,7 @@ class _Former:
 
 
 def _empty_init(device: torch.device, empty_init: bool | None) -> AbstractContextManager[Any]:
-    """Return where a module is built: on meta if its values are to come from elsewhere."""
+    """Return the context for building a module: on meta if its values come from elsewhere."""
     return torch.device("meta") if empty_init else device
 
 
@@ -160,16 +160,16 @@ def _empty_init(device: torch.device, empty_init: bool | None) -> AbstractContex
 
 
 class ZeroFXStrategy(DDPStrategy):
-    """Trains a LightningModule by zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
+    """Trains a LightningModule with zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
 
     The module is compiled after `configure_model`, before `configure_optimizers`. A checkpoint is a
-    folder, a snapshot of `zerofx.save`, which goes on at any world size and stage. Files of other
-    strategies can be loaded too.
+    folder, a snapshot of `zerofx.save`, which can be resumed at any world size and stage. Files of
+    other strategies can be loaded too.
 
-    plan: what `zerofx.compile` takes. Default: stage 3.
-    hardware: as `zerofx.compile` takes it.
-    state_dict_type: "full" has rank 0 write one file, as DDP does, with all values in its memory.
-    others: as of Lightning's DDPStrategy.
+    plan: as for `zerofx.compile`. Default: stage 3.
+    hardware: as for `zerofx.compile`.
+    state_dict_type: "full" makes rank 0 write one file, as DDP does, with all values in its memory.
+    others: as for Lightning's DDPStrategy.
     """
 
     strategy_name = "zerofx"
@@ -201,11 +201,12 @@ class ZeroFXStrategy(DDPStrategy):
         self._plan, self._hardware = as_plan(plan), hardware
         self._state_dict_type = state_dict_type
         self._former = _Former()
-        self._is_loaded = False  # by load_checkpoint: the snapshot had all that Lightning restores
+        # By load_checkpoint: the snapshot had everything that Lightning restores.
+        self._is_loaded = False
 
-    # -- setting up -----------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------
     def setup(self, trainer: Trainer) -> None:
-        """Compile the module, and make its optimizers over the shards."""
+        """Compile the module, and create its optimizers over the shards."""
         self._check(trainer)
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
@@ -214,7 +215,7 @@ class ZeroFXStrategy(DDPStrategy):
             module = self._former.compile(
                 module, plan, device=self.root_device, hardware=self._hardware
             )
-            module.to(self.root_device)  # nothing moves: `module.device` is to say so
+            module.to(self.root_device)  # nothing is moved: this sets `module.device`
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -222,7 +223,7 @@ class ZeroFXStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _check(self, trainer: Trainer) -> None:
-        """Raise if a switch of the Trainer cannot be honoured.
+        """Raise if a switch of the Trainer is not supported.
 
         Raises:
             ArgumentError: names it.
@@ -254,13 +255,13 @@ class ZeroFXStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build on meta if `empty_init`: no rank then ever has the whole module."""
+        """Build on meta if `empty_init`, so that no rank ever has the whole module."""
         device = _empty_init(self.root_device, empty_init)
         with device, self.precision_plugin.tensor_init_context():
             yield
 
     def teardown(self) -> None:
-        """Leave the module where it is: shards do not move."""
+        """Leave the module on its device, because shards do not move."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -268,13 +269,13 @@ class ZeroFXStrategy(DDPStrategy):
 
     # -- checkpoints ----------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` saves shards; all values on rank 0 if "full"."""
+        """Return nothing, as `save_checkpoint` saves shards; if "full", all values on rank 0."""
         if self._state_dict_type == "full":
             return zerofx.full_state_dict(self.model)
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing, as `lightning_module_state_dict`."""
+        """Return nothing, like `lightning_module_state_dict`."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._state_dict_type == "full":
             return zerofx.full_optimizer_state_dict(self.model, optimizer)
@@ -284,7 +285,7 @@ class ZeroFXStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:  # fmt: skip
-        """Save a snapshot, or with "full" a file; on all ranks."""
+        """Save a snapshot, or a file if "full"; call on all ranks."""
         if self._state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -295,7 +296,7 @@ class ZeroFXStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a snapshot, into module and optimizers; or read a file of another strategy's."""
+        """Load a snapshot into module and optimizers, or read a file of another strategy."""
         self._is_loaded = os.path.isdir(checkpoint_path)
         if not self._is_loaded:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -309,12 +310,12 @@ class ZeroFXStrategy(DDPStrategy):
         return found[_CHECKPOINT]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Cut a file's values to the shards; those of a snapshot are there already."""
+        """Cut a file's values to the shards; values of a snapshot are already loaded."""
         if not self._is_loaded:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Cut a file's states to the shards; those of a snapshot are there already."""
+        """Cut a file's states to the shards; states of a snapshot are already loaded."""
         if not self._is_loaded:
             states = checkpoint["optimizer_states"]
             for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -325,7 +326,7 @@ class ZeroFXStrategy(DDPStrategy):
         strategy_registry.register("zerofx", cls, description="ZeRO by zerofx, stage 3")
 
 
-_CHECKPOINT = "lightning"  # where in a snapshot's `extra` the Trainer's own values are
+_CHECKPOINT = "lightning"  # the key in a snapshot's `extra` of the Trainer's own values
 
 
 def _refuse(name: str, value: object) -> None:
@@ -340,15 +341,15 @@ def _refuse(name: str, value: object) -> None:
 
 
 class ZeroFXFabricStrategy(FabricDDPStrategy):
-    """Trains modules by zerofx in a loop of one's own: `Fabric(strategy=ZeroFXFabricStrategy())`.
+    """Trains modules with zerofx in a custom loop: `Fabric(strategy=ZeroFXFabricStrategy())`.
 
-    `fabric.setup(module, optimizer)` compiles the module, and has the optimizer step its shards.
+    `fabric.setup(module, optimizer)` compiles the module, and makes the optimizer step its shards.
     `fabric.save` writes a folder, a snapshot of `zerofx.save`, of one module, its optimizers and
-    other values; `fabric.load` reads it at any world size and stage, and files of other strategies.
-    `fabric.to_device` moves no module: `setup` puts its shards where they belong.
+    other values. `fabric.load` reads it at any world size and stage, and also reads files of other
+    strategies. `fabric.to_device` moves no module, because `setup` places its shards.
 
-    plan, hardware: as `zerofx.compile` takes them. Default: stage 3.
-    others: as of Lightning's DDPStrategy.
+    plan, hardware: as for `zerofx.compile`. Default: stage 3.
+    others: as for Lightning's DDPStrategy.
     """
 
     def __init__(
@@ -372,15 +373,15 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         self._backward_sync_control = _NoSync()
         self._former = _Former()
 
-    # -- setting up -----------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------
     def setup_module(self, module: nn.Module) -> CompiledModule:
-        """Compile a module; its optimizers are built over what this returns."""
+        """Compile a module; build its optimizers over the result."""
         return self.setup_module_and_optimizers(module, [])[0]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[CompiledModule, list[Optimizer], Any]:
-        """Compile a module, and have its optimizers step the shards."""
+        """Compile a module, and make its optimizers step the shards."""
         plan = with_precision(self._plan, self.precision)
         compiled = self._former.compile(
             module, plan, list(optimizers) or None, device=self.root_device, hardware=self._hardware
@@ -397,10 +398,10 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move nothing: `setup_module` does."""
+        """Move nothing, because `setup_module` places the shards."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Build on meta if `empty_init`: no rank then ever has the whole module."""
+        """Build on meta if `empty_init`, so that no rank ever has the whole module."""
         stack = ExitStack()
         stack.enter_context(_empty_init(self.root_device, empty_init))
         stack.enter_context(self.precision.module_init_context())
@@ -414,10 +415,11 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save the one compiled module of `state`, its optimizers, and all else there; all ranks.
+        """Save the compiled module of `state`, its optimizers, and all other values; on all ranks.
 
         Raises:
-            ArgumentError: there are several compiled modules, or `filter` or `storage_options`.
+            ArgumentError: there are several compiled modules, or `filter` or `storage_options` is
+                given.
         """
         _refuse("storage_options", storage_options)
         _refuse("filter", filter or None)
@@ -431,10 +433,10 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved, or a file of another strategy's, into `state`.
+        """Load a checkpoint of `save_checkpoint`, or a file of another strategy, into `state`.
 
         Returns:
-            What was saved and is not in `state`.
+            The saved values that are not in `state`.
         """
         if not os.path.isdir(path):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -458,7 +460,7 @@ class _NoSync(_BackwardSyncControl):
 
 
 class _Parts:
-    """What a state of Fabric's holds: a compiled module, optimizers over its shards, other values.
+    """The contents of a Fabric state: a compiled module, optimizers over its shards, other values.
 
     Raises:
         ArgumentError: it holds several compiled modules, or none.
@@ -490,10 +492,10 @@ class _Parts:
         return {k: v.state_dict() if _is_stateful(v) else v for k, v in self._rest.items()}
 
     def fill(self, found: dict[str, Any], strict: bool) -> dict[str, Any]:
-        """Put values that were saved into the state; return those that are not in it.
+        """Put saved values into the state; return those that are not in it.
 
         Raises:
-            KeyError: a key of the state was not saved, and `strict`.
+            KeyError: a key of the state was not saved, and `strict` is set.
         """
         if strict and (missing := [key for key in self._rest if key not in found]):
             raise KeyError(
@@ -514,17 +516,18 @@ def _is_stateful(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-# -- Live numbers ----------------------------------------------------------------------------------
+# -- Live metrics ----------------------------------------------------------------------------------
 
 
 class LightningMeter(Callback):
-    """Gives the numbers of `zerofx.meter` to the Trainer's loggers, as `Trainer(callbacks=[...])`.
+    """Sends the metrics of `zerofx.meter` to the Trainer's loggers: `Trainer(callbacks=[...])`.
 
-    They are means since the last time, every `log_every_n_steps` steps, for TensorBoard, W&B, CSV
-    or any other logger of Lightning's.
+    They are means since the last time, logged every `log_every_n_steps` steps, for TensorBoard,
+    W&B, CSV or any other Lightning logger.
 
-    hardware: what the rate for MFU comes from; without it there is no MFU.
-    samples, tokens: of a batch. By default Lightning's count, and the size of `input_ids`.
+    hardware: gives the peak rate for MFU; without it there is no MFU.
+    samples, tokens: functions that count those of a batch. By default Lightning's count, and the
+        size of `input_ids`.
     """
 
     def __init__(
@@ -539,7 +542,7 @@ class LightningMeter(Callback):
         self._logged = self._samples = self._tokens = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin to count."""
+        """Start counting."""
         compiled = (each for each in pl_module.modules() if isinstance(each, CompiledModule))
         self._meter = Meter(next(compiled, pl_module), self._hardware)
         self._logged, self._samples, self._tokens = trainer.global_step, 0, 0
@@ -560,14 +563,14 @@ class LightningMeter(Callback):
                 logger.log_metrics(self._meter.loggable(numbers), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._meter is not None:
             self._meter.close()
             self._meter = None
 
 
 def _input_ids(batch: Any) -> int:
-    """Return the number of tokens of a batch as transformers' collators make it; else 0."""
+    """Return the number of tokens of a batch made by transformers' collators, else 0."""
     return batch["input_ids"].numel() if isinstance(batch, Mapping) and "input_ids" in batch else 0
 
 
