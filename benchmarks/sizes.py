@@ -1,4 +1,4 @@
-"""The model sizes that the claims are made at, and the data they train on."""
+"""Model sizes at which the claims are made, and the training data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Size:
 
     @property
     def num_params(self) -> int:
-        """Parameter elements: blocks 12 w^2 + 13 w each, embeddings, the last norm."""
+        """Number of parameter elements: blocks 12 w^2 + 13 w each, embeddings, the last norm."""
         c = self.model
         return c.layers * (12 * c.width**2 + 13 * c.width) + (c.vocab + c.seq + 2) * c.width
 
@@ -53,5 +53,5 @@ def chosen(options: argparse.Namespace) -> dict[str, Size]:
 
 
 def make_batches(name: str, batch: int, rank: int, ranks: int) -> Batches:
-    """Return this rank's batches, the same for every system."""
+    """Return this rank's batches, which are the same for every system."""
     return Batches(load_text(TEXT_BYTES).train, batch, SIZES[name].model.seq, rank, ranks)
