@@ -44,7 +44,7 @@ def inductor_problem() -> str:
     try:
         get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        return "no C++ compiler found; install g++, or set kernels='aten' to silence this"
+        return "no C++ compiler found. Install g++, or set kernels='aten' to silence this"
     return ""
 
 
@@ -128,7 +128,9 @@ def _compile_region(
     replace_file(Path(wrapper_of(path)), "".join(sources).encode())
     if symbols is not None:
         if constants := symbols.constants():
-            raise NarrowedError(f"compiled, it holds for one {', '.join(sorted(constants))} alone")
+            raise NarrowedError(
+                f"compiled, it only holds for one value of {', '.join(sorted(constants))}"
+            )
         said = json.dumps(symbols.conditions())
         replace_file(_conditions_file(path), said.encode())
     if len(sources) == 1 and all(device == "cpu" for *_, device in usual):

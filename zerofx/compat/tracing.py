@@ -530,7 +530,7 @@ CHECK_LINALG: Any = has_side_effect(torch.ops.aten._linalg_check_errors.default)
 
 def _check_all(kind: type[Exception], cond: Tensor, message: Any = None) -> None:
     """Replace `torch._check_tensor_all_with`, which reads the values."""
-    said = message if isinstance(message, str) else "a check of the model's failed"
+    said = message if isinstance(message, str) else "a check of the model failed"
     torch._assert_async(cond.all(), f"{kind.__name__}: {said}")
 
 

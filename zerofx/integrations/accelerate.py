@@ -43,8 +43,8 @@ def check_version(library: str, found: str, least: str, below: str) -> None:
     """Raise an ArgumentError unless a library is of a supported version."""
     if not least <= TorchVersion(found) < below:
         raise ArgumentError(
-            f"{library} {found} is not supported. Supported are {least} and later, below {below}. "
-            f"Install one of them: pip install '{library}>={least},<{below}'"
+            f"{library} {found} is not supported. Supported versions are {least} and later, below "
+            f"{below}. Install one of them: pip install '{library}>={least},<{below}'."
         )
 
 
@@ -93,14 +93,14 @@ def check_compiled(model: CompiledModule, plan: PlanLike, wanted: Plan) -> None:
     own = model._zerofx.plan
     if plan is not None and as_plan(plan) != own:
         raise PlanError(
-            "plan was given for a model that is compiled already. Give the plan to zerofx.compile"
+            "plan was given for a model that is already compiled. Give the plan to zerofx.compile."
         )
     fields = wanted.to_dict()
     for name, value in own.to_dict().items():
         if fields[name] != value:
             raise PlanError(
                 f"the model was compiled with Plan({name}={value!r}), but the arguments mean "
-                f"{fields[name]!r}. Compile it with Plan({name}={fields[name]!r}), or change them"
+                f"{fields[name]!r}. Compile it with Plan({name}={fields[name]!r}), or change them."
             )
 
 
@@ -218,7 +218,7 @@ def plan_of(accelerator: Accelerator, plan: PlanLike = None) -> Plan:
     if accelerator.parallelism_config is not None:
         raise PlanError(
             "Accelerator.parallelism_config is not supported: all ranks are data-parallel. Leave "
-            "it out; Plan(shard_axis_size=...) shards within groups of ranks"
+            "it out. Plan(shard_axis_size=...) shards within groups of ranks."
         )
     found = with_precision(found, accelerator.mixed_precision, accelerator.scaler)
     _check_dynamo(accelerator.state.dynamo_plugin, found)
@@ -227,10 +227,10 @@ def plan_of(accelerator: Accelerator, plan: PlanLike = None) -> Plan:
 
 _FROM_FILE = "plan=plan_from_config('config.yaml')"
 _OTHERS: dict[Any, str] = {
-    DistributedType.DEEPSPEED: f"Launch with torchrun, and give {_FROM_FILE}",
-    DistributedType.FSDP: f"Launch with torchrun, and give {_FROM_FILE}",
-    DistributedType.MEGATRON_LM: "Launch with torchrun",
-    DistributedType.XLA: "Run on CPUs or CUDA GPUs",
+    DistributedType.DEEPSPEED: f"Launch with torchrun, and give {_FROM_FILE}.",
+    DistributedType.FSDP: f"Launch with torchrun, and give {_FROM_FILE}.",
+    DistributedType.MEGATRON_LM: "Launch with torchrun.",
+    DistributedType.XLA: "Run on CPUs or CUDA GPUs.",
 }
 
 
@@ -239,7 +239,9 @@ def with_precision(plan: Plan, mixed: str, scaler: Any = None) -> Plan:
     if mixed in ("no", None):
         return plan
     if mixed not in ("bf16", "fp16"):
-        raise PlanError(f"mixed_precision = {mixed!r} is not supported. Use 'bf16', 'fp16' or 'no'")
+        raise PlanError(
+            f"mixed_precision = {mixed!r} is not supported. Use 'bf16', 'fp16' or 'no'."
+        )
     if plan.precision == Precision():
         precision: Any = mixed
         if mixed == "fp16" and scaler is not None:  # the library scales the loss itself
@@ -247,13 +249,14 @@ def with_precision(plan: Plan, mixed: str, scaler: Any = None) -> Plan:
         return replace(plan, precision=Precision.read("precision", precision))
     if plan.precision.compute != mixed:
         raise PlanError(
-            f"mixed_precision = {mixed!r} contradicts Plan(precision={plan.precision.to_plain()!r})"
-            ". Change one of them, or leave out mixed_precision"
+            f"mixed_precision = {mixed!r} contradicts "
+            f"Plan(precision={plan.precision.to_plain()!r}). Change one of them, or leave out "
+            "mixed_precision."
         )
     if mixed == "fp16" and scaler is not None and plan.precision.loss_scale != "external":
         raise PlanError(
-            "mixed_precision = 'fp16' brings a GradScaler, so that Plan.precision.loss_scale must "
-            "be 'external'. Set it, or leave out mixed_precision"
+            "mixed_precision = 'fp16' brings a GradScaler, so Plan.precision.loss_scale must be "
+            "'external'. Set it, or leave out mixed_precision."
         )
     return plan
 
@@ -265,16 +268,16 @@ def _check_dynamo(plugin: Any, plan: Plan) -> None:
     if plugin.backend != DynamoBackend.INDUCTOR:
         raise PlanError(
             f"torch_compile with the backend {plugin.backend.value.lower()!r} is not supported: "
-            "zerofx compiles the model by Inductor. Leave torch_compile out"
+            "zerofx compiles the model with Inductor. Leave torch_compile out."
         )
     if plugin.mode not in (None, "default"):
         raise PlanError(
-            f"torch_compile with mode = {plugin.mode!r} is not supported. Leave the mode out; "
-            "Plan(cuda_graph=True) replays graphs on one GPU"
+            f"torch_compile with mode = {plugin.mode!r} is not supported. Leave the mode out. "
+            "Plan(cuda_graph=True) replays graphs on one GPU."
         )
     if plan.kernels != "inductor":
         raise PlanError(
-            f"torch_compile contradicts Plan(kernels={plan.kernels!r}). Leave one of them out"
+            f"torch_compile contradicts Plan(kernels={plan.kernels!r}). Leave one of them out."
         )
 
 
@@ -286,7 +289,7 @@ def _with_ddp(plan: Plan, handler: Any) -> Plan:
     if str(hook) != "no":
         raise PlanError(
             f"DistributedDataParallelKwargs.comm_hook = {hook!r} is not supported: it changes the "
-            "gradients. Leave it out; Plan(precision={'reduce': ...}) sets the format of gradients"
+            "gradients. Leave it out. Plan(precision={'reduce': ...}) sets the dtype of gradients."
         )
     if not handler.broadcast_buffers:
         plan = replace(plan, buffers="local")
@@ -333,7 +336,7 @@ def plan_from_config(
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise PlanError(
             f"accelerate config: distributed_type = {kind} has no section of its own. Give "
-            "deepspeed_config or fsdp_config, or use MULTI_GPU"
+            "deepspeed_config or fsdp_config, or use MULTI_GPU."
         )
     return with_precision(Plan(stage=0), mixed)  # it is DistributedDataParallel
 
@@ -342,9 +345,9 @@ _SECTIONS = (
     "mixed_precision", "deepspeed_config", "fsdp_config", "distributed_type", "dynamo_config",
 )  # fmt: skip
 _UNSUPPORTED = {
-    "megatron_lm_config": "All ranks are data-parallel",
-    "parallelism_config": "All ranks are data-parallel",
-    "fp8_config": "Use mixed_precision: bf16",
+    "megatron_lm_config": "All ranks are data-parallel.",
+    "parallelism_config": "All ranks are data-parallel.",
+    "fp8_config": "Use mixed_precision: bf16.",
 }
 _LAUNCHER = (
     *("compute_environment", "num_processes", "num_machines", "machine_rank", "main_process_ip"),
@@ -415,8 +418,8 @@ def _stage(value: Any) -> dict[str, Any]:
     name = str(value).lower()
     if name not in _STAGES:
         raise PlanError(
-            f"fsdp_config: {value!r} is no sharding that zerofx takes from here. Use one of "
-            f"{sorted(_STAGES)}; for hybrid sharding Plan(shard_axis_size=<ranks per group>)"
+            f"fsdp_config: {value!r} is not a supported sharding strategy. Use one of "
+            f"{sorted(_STAGES)}. For hybrid sharding, use Plan(shard_axis_size=<ranks per group>)."
         )
     return {"stage": _STAGES[name]}
 
@@ -439,7 +442,7 @@ def _offload(value: Any) -> dict[str, Any]:
 
 def _refuse_xla(value: Any) -> dict[str, Any]:
     if _is_on(value):
-        raise PlanError("fsdp_config: xla is not supported. Run on CPUs or CUDA GPUs")
+        raise PlanError("fsdp_config: xla is not supported. Run on CPUs or CUDA GPUs.")
     return {}
 
 

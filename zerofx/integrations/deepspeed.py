@@ -116,7 +116,7 @@ def _needs(package: str) -> Iterator[None]:
     except ImportError as error:
         raise PlanError(
             f"ds_config: {package}.enabled = True needs the package {package}, which is not "
-            "installed. Install it, or set it to false"
+            "installed. Install it, or set it to false."
         ) from error
 
 
@@ -193,7 +193,7 @@ class DeepSpeedEngine(nn.Module):
         if train_batch_size < of_one or train_batch_size % of_one:
             raise ArgumentError(
                 f"train_batch_size = {train_batch_size} is not a multiple of {self._micro} samples "
-                f"on {self.world_size} ranks. Give one"
+                f"on {self.world_size} ranks. Give a multiple."
             )
         self._train, self._accumulation = train_batch_size, train_batch_size // of_one
 
@@ -261,7 +261,7 @@ class DeepSpeedEngine(nn.Module):
         if not self.ds_config.is_managed:
             raise GradientError(
                 "set_gradient_accumulation_boundary contradicts managed_gradient_accumulation = "
-                "false, under which each step() is a boundary. Leave out the call"
+                "false, under which each step() is a boundary. Leave out the call."
             )
         self._boundary = is_boundary
 
@@ -269,7 +269,7 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is None:
             raise OptimizerError(
                 "the engine has no optimizer. Give initialize(optimizer=...), or an optimizer in "
-                "the ds_config"
+                "the ds_config."
             )
         return self.optimizer
 
@@ -311,7 +311,9 @@ class DeepSpeedEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro-batch; at a boundary clip, update, and step the scheduler."""
         if self._in_no_sync:
-            raise GradientError("engine.step() was called in engine.no_sync(). Call it after it")
+            raise GradientError(
+                "engine.step() was called inside engine.no_sync(). Call it after the block."
+            )
         self._optimizer()
         self._is_stepping, self._is_applied = True, False
         if self.is_gradient_accumulation_boundary():
@@ -410,7 +412,7 @@ class DeepSpeedEngine(nn.Module):
         if exclude_frozen_parameters:
             raise ArgumentError(
                 "save_checkpoint(exclude_frozen_parameters=True): a snapshot has all parameters. "
-                "Leave it out, or save the trained ones with save_16bit_model"
+                "Leave it out, or save the trained ones with save_16bit_model."
             )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
@@ -443,13 +445,13 @@ class DeepSpeedEngine(nn.Module):
         if not load_module_strict or custom_load_fn is not None:
             name = "custom_load_fn" if load_module_strict else "load_module_strict=False"
             raise ArgumentError(
-                f"load_checkpoint({name}): snapshots are of this very model. Leave it out; "
-                "zerofx.load_weights(strict=False) loads parts of a model"
+                f"load_checkpoint({name}): a snapshot contains exactly this model. Leave it out. "
+                "zerofx.load_weights(strict=False) loads parts of a model."
             )
         latest = Path(load_dir) / "latest"
         if tag is None:
             if not latest.is_file():
-                warnings.warn(f"{latest} is not there, so that nothing is loaded", stacklevel=2)
+                warnings.warn(f"{latest} does not exist, so nothing is loaded", stacklevel=2)
                 return None, None
             tag = latest.read_text(encoding="utf-8").strip()
         path = Path(load_dir) / str(tag)
@@ -533,12 +535,12 @@ def initialize(
         PlanError: names every key of the config that is refused.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is of type {type(model).__name__}. Give initialize(model=...)")
+        raise ArgumentError(f"model is of type {type(model).__name__}. Give initialize(model=...).")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ArgumentError(
-                f"{name} was given, but zerofx has no tensor, pipeline or sequence axis yet. Leave "
-                "it out, and give a model that is not sliced"
+                f"{name} was given, but zerofx has no tensor, pipeline or sequence axis here yet. "
+                "Leave it out, and give a model that is not sliced."
             )
     found = _config(args, config, config_params)
     found.warn()
@@ -576,7 +578,7 @@ def _config(args: Any, config: Any, config_params: Any) -> DsConfig:
     there = {name: value for name, value in given.items() if value is not None}
     if len(there) != 1:
         said = f"{' and '.join(there)} are given" if there else "there is no config"
-        raise ArgumentError(f"{said}. Give one: initialize(config=...) or --deepspeed_config")
+        raise ArgumentError(f"{said}. Give one: initialize(config=...) or --deepspeed_config.")
     (value,) = there.values()
     return value if isinstance(value, DsConfig) else read_ds_config(value)
 
@@ -604,8 +606,8 @@ def _made(kind: Callable[..., Any], section: str, chosen: Chosen, over: Any) -> 
         return kind(over, **chosen.params)
     except (TypeError, ValueError) as error:
         raise PlanError(
-            f"ds_config: {section}.params = {dict(chosen.params)!r} are not for {chosen.kind}: "
-            f"{error}"
+            f"ds_config: {section}.params = {dict(chosen.params)!r} do not fit {chosen.kind}: "
+            f"{error}. Correct them."
         ) from error
 
 
@@ -664,8 +666,8 @@ def GatheredParameters(
     """
     if modifier_rank not in (None, 0):
         raise ArgumentError(
-            f"GatheredParameters(modifier_rank={modifier_rank}): zerofx keeps what rank 0 writes. "
-            "Give 0, or None to read"
+            f"GatheredParameters(modifier_rank={modifier_rank}): zerofx keeps the values that rank "
+            "0 writes. Give 0, or None to read."
         )
     modules = _modules_of(params) if enabled else []
     with contextlib.ExitStack() as stack:

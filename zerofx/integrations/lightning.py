@@ -50,13 +50,13 @@ def _check_version() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(
             "zerofx.integrations.lightning needs the package lightning, which is not installed. "
-            f"Run pip install 'lightning>={wanted}'. (pytorch_lightning is another package: import "
-            "lightning.pytorch in its place)"
+            f"Run pip install 'lightning>={wanted}'. (pytorch_lightning is a different package. "
+            "Import lightning.pytorch instead.)"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(
             f"lightning {version} is installed. zerofx.integrations.lightning needs {wanted} or "
-            f"newer. Run pip install 'lightning>={wanted}'"
+            f"newer. Run pip install 'lightning>={wanted}'."
         )
 
 
@@ -92,13 +92,14 @@ def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
     wanted = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(name, "fp32")
     if name not in ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"):
         raise PlanError(
-            f"precision {name!r} ({type(plugin).__name__}) is not for the zerofx strategy. Use "
-            "'32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'"
+            f"precision {name!r} ({type(plugin).__name__}) is not supported by the zerofx "
+            "strategy. Use '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or "
+            "'16-true'."
         )
     if chosen.compute not in ("fp32", wanted) and name != "32-true":
         raise PlanError(
             f"precision={name!r} contradicts Plan(precision=...), which computes in "
-            f"{chosen.compute}. Give one of them"
+            f"{chosen.compute}. Give one of them."
         )
     if name == "bf16-mixed":
         return replace(plan, precision=replace(chosen, compute="bf16"))
@@ -106,8 +107,8 @@ def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
         if chosen.loss_scale not in (None, "external"):
             raise PlanError(
                 "precision='16-mixed' scales the loss, and Plan.precision.loss_scale = "
-                f"{chosen.loss_scale!r} would do so again. Give loss_scale='external', or leave "
-                "out precision='16-mixed'"
+                f"{chosen.loss_scale!r} would scale it again. Give loss_scale='external', or leave "
+                "out precision='16-mixed'."
             )
         return replace(plan, precision=replace(chosen, compute="fp16", loss_scale="external"))
     return plan
@@ -147,7 +148,7 @@ class _Former:
                         raise OptimizerError(
                             f"{type(optimizer).__name__} still refers to the parameter {name} of "
                             "the module before it was compiled, so step() would have no effect. "
-                            "Build it in configure_optimizers, or after fabric.setup_module"
+                            "Build it in configure_optimizers, or after fabric.setup_module."
                         )
 
 
@@ -195,8 +196,8 @@ class ZeroFXStrategy(DDPStrategy):
         )  # fmt: skip
         if state_dict_type not in ("sharded", "full"):
             raise ArgumentError(
-                f"state_dict_type = {state_dict_type!r}. Give 'sharded' (a folder) or 'full' (a "
-                "file)"
+                f"state_dict_type = {state_dict_type!r} is unknown. Give 'sharded' (a folder) or "
+                "'full' (a file)."
             )
         self._plan, self._hardware = as_plan(plan), hardware
         self._state_dict_type = state_dict_type
@@ -232,17 +233,18 @@ class ZeroFXStrategy(DDPStrategy):
         if not is_file and not isinstance(self.checkpoint_io, TorchCheckpointIO):
             raise ArgumentError(
                 f"{type(self.checkpoint_io).__name__} writes checkpoints that are files. Leave it "
-                "out, or give ZeroFXStrategy(state_dict_type='full')"
+                "out, or give ZeroFXStrategy(state_dict_type='full')."
             )
         if self._layer_sync is not None:
             raise ArgumentError(
-                "Trainer(sync_batchnorm=True): zerofx captures no SyncBatchNorm. Leave it out; "
-                "the statistics of batch norms are then those of rank 0, as under DDP"
+                "Trainer(sync_batchnorm=True) is not supported: zerofx captures no SyncBatchNorm. "
+                "Leave it out. The statistics of batch norms are then those of rank 0, as under "
+                "DDP."
             )
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ArgumentError(
-                f"{type(module).__name__} was given to torch.compile. Give the Trainer the module "
-                "itself: zerofx compiles it"
+                f"{type(module).__name__} was given to torch.compile, but zerofx compiles it. Give "
+                "the Trainer the module itself."
             )
 
     @property
@@ -304,8 +306,8 @@ class ZeroFXStrategy(DDPStrategy):
         found = zerofx.load(checkpoint_path, self.model, self.optimizers if is_fitting else None)
         if _CHECKPOINT not in found:
             raise SnapshotError(
-                f"{checkpoint_path} was not saved by Lightning's Trainer, so that nothing is known "
-                "of its loops. Load it with zerofx.load in on_fit_start, without ckpt_path"
+                f"{checkpoint_path} was not saved by Lightning's Trainer, so the state of its "
+                "loops is unknown. Load it with zerofx.load in on_fit_start, without ckpt_path."
             )
         return found[_CHECKPOINT]
 
@@ -332,8 +334,8 @@ _CHECKPOINT = "lightning"  # the key in a snapshot's `extra` of the Trainer's ow
 def _refuse(name: str, value: object) -> None:
     if value is not None:
         raise ArgumentError(
-            f"{name} is for checkpoints that are files. Leave it out: the zerofx strategy saves a "
-            "folder"
+            f"{name} is only for checkpoints that are files, and the zerofx strategy saves a "
+            "folder. Leave it out."
         )
 
 
@@ -473,7 +475,7 @@ class _Parts:
             names = ", ".join(map(repr, modules)) or "none"
             raise ArgumentError(
                 f"the state has {len(modules)} modules that were set up ({names}). Give one, with "
-                "its optimizers; save and load each to a folder of its own"
+                "its optimizers, and save and load each in a folder of its own."
             )
         ((self._key, self.module),) = modules.items()
         held = {id(p) for p in self.module.parameters()}
@@ -500,7 +502,7 @@ class _Parts:
         if strict and (missing := [key for key in self._rest if key not in found]):
             raise KeyError(
                 f"the state's key {missing[0]!r} is not in the checkpoint. Leave it out, or give "
-                "strict=False"
+                "strict=False."
             )
         for key, value in self._rest.items():
             if key not in found:

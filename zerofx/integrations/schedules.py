@@ -66,7 +66,7 @@ class RateSchedule(ABC):
         if len(value) != len(groups):
             raise PlanError(
                 f"scheduler.params.{name} has {len(value)} values for {len(groups)} parameter "
-                "groups. Give one number, or one per group"
+                "groups. Give one number, or one per group."
             )
         return list(value)
 

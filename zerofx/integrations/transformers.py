@@ -55,9 +55,9 @@ class ArgumentsMixin:
         for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
             if os.environ.get(name, "false").lower() in ("true", "1"):
                 raise PlanError(
-                    f"{name} is set: this is `accelerate launch` with a deepspeed or FSDP section. "
-                    "Launch with torchrun, and give plan_from_config('config.yaml') of "
-                    "zerofx.integrations.accelerate as the plan"
+                    f"{name} is set, so this is `accelerate launch` with a deepspeed or FSDP "
+                    "section. Launch with torchrun, and give plan_from_config('config.yaml') of "
+                    "zerofx.integrations.accelerate as the plan."
                 )
         self.ds_config: Any = getattr(self, "deepspeed", None)
         self.fsdp_plan = _plan_of_fsdp(self)
@@ -65,7 +65,9 @@ class ArgumentsMixin:
         self.fsdp: Any = None
         given = [self.plan, self.ds_config, self.fsdp_plan]
         if sum(each is not None for each in given) > 1:
-            raise PlanError("TrainingArguments: give one of plan, deepspeed and fsdp")
+            raise PlanError(
+                "TrainingArguments has more than one of plan, deepspeed and fsdp. Give one of them."
+            )
         super().__post_init__()  # type: ignore[misc]
 
 
@@ -145,7 +147,7 @@ class TrainerMixin:
         }
         there = {name: value for name, value in plans.items() if value is not None}
         if len(there) > 1:
-            raise PlanError(f"{' and '.join(there)} are given. Give one plan")
+            raise PlanError(f"{' and '.join(there)} are given. Give one plan.")
         (found,) = there.values() if there else (None,)
         if found is None and isinstance(self.model, CompiledModule):
             found = self.model._zerofx.plan
@@ -158,7 +160,7 @@ class TrainerMixin:
                 if getattr(args, name) != neutral:
                     raise PlanError(
                         f"TrainingArguments.{name} = {getattr(args, name)} contradicts "
-                        f"Plan(update='in-backward'). Set it to {neutral}, or use update='step'"
+                        f"Plan(update='in-backward'). Set it to {neutral}, or use update='step'."
                     )
         return result
 
@@ -255,25 +257,25 @@ def check_arguments(args: Any) -> None:
             raise PlanError(f"TrainingArguments.{name} = {value!r} is not supported. {why}")
 
 
-_MOVE = "Take TrainingArguments from zerofx.integrations.transformers, which make a plan of it"
+_MOVE = "Take TrainingArguments from zerofx.integrations.transformers, which convert it to a plan."
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("deepspeed", bool, _MOVE),
     ("fsdp", bool, _MOVE),
-    ("bf16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision"),
-    ("fp16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision"),
+    ("bf16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision."),
+    ("fp16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision."),
     (
         "auto_find_batch_size",
         bool,
-        "One rank that is out of memory leaves the others waiting. Give "
-        "per_device_train_batch_size; `zerofx memory` says what fits",
+        "A rank that runs out of memory leaves the others waiting. Give "
+        "per_device_train_batch_size. `zerofx memory` reports what fits.",
     ),
-    ("parallelism_config", bool, "All ranks are data-parallel; see Plan(shard_axis_size=...)"),
+    ("parallelism_config", bool, "All ranks are data-parallel; see Plan(shard_axis_size=...)."),
     ("debug", lambda v: "underflow_overflow" in map(str, _plain(v)), "Use Plan(debug=True)"),
-    ("n_gpu", lambda v: (v or 0) > 1, "Launch one process per GPU with torchrun"),
+    ("n_gpu", lambda v: (v or 0) > 1, "Launch one process per GPU with torchrun."),
     (
         "optim",
         lambda v: any(part in str(_plain(v)) for part in ("lomo", "layerwise")),
-        "It updates parameters in hooks; Plan(update='in-backward') does that for zerofx.optim",
+        "It updates parameters in hooks. Plan(update='in-backward') does that for zerofx.optim.",
     ),
 )
 
@@ -297,7 +299,7 @@ def _with_recomputation(plan: Plan, options: Mapping[str, Any]) -> Plan:
         if name == "every_n_layers" and value not in (None, 1):
             raise PlanError(
                 f"activation_checkpointing_kwargs.every_n_layers = {value} is not supported. Use "
-                f"Plan(activations=<the fraction that is kept>), without activation_checkpointing"
+                "Plan(activations=<the fraction that is kept>), without activation_checkpointing."
             )
     if options.get("offload"):
         plan = replace(plan, offload=replace(plan.offload, activations="cpu"))
@@ -346,8 +348,8 @@ def from_pretrained(
     """
     if not Path(folder).is_dir():
         raise ArgumentError(
-            f"{folder} is no directory. Give one with config.json and safetensors; "
-            "huggingface_hub.snapshot_download(name) returns it"
+            f"{folder} is not a directory. Give one with config.json and safetensors, such as the "
+            "result of huggingface_hub.snapshot_download(name)."
         )
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     with torch.device("meta"):
@@ -367,7 +369,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
     """
     if not isinstance(model, CompiledModule):
         raise ArgumentError(
-            f"model is a plain {type(model).__name__}. Call model.save_pretrained(folder)"
+            f"model is a plain {type(model).__name__}. Call model.save_pretrained(folder)."
         )
     zerofx.export(Path(folder), model)
     if model._zerofx.world.rank == 0:

@@ -76,8 +76,8 @@ def _compile(calls: list[RegionCall]) -> None:
     """Compile regions into the cache, as the program's first call would."""
     if problem := inductor_problem():
         raise ProgramError(
-            f"{len(calls)} regions are to be compiled to see what they allocate: {problem}. "
-            "Take basis='aten', which counts them op by op"
+            f"{len(calls)} regions must be compiled to read their allocations: {problem}. Use "
+            "basis='aten', which counts them op by op."
         )
     with tempfile.TemporaryDirectory() as folder:
         for call in calls:

@@ -87,8 +87,8 @@ def warn_of_regions(program: Planned) -> None:
     """Warn if no choice keeps the compiled regions within the budget."""
     if program.plan.kernels == "inductor":
         _warn(
-            program, "compiled by Inductor,", "raise the budget to it, or use kernels='aten', "
-            "which keeps it to the byte",
+            program, "compiled by Inductor,", "Raise the budget to it, or use kernels='aten', "
+            "which keeps it to the byte.",
         )  # fmt: skip
 
 
@@ -96,8 +96,8 @@ def warn_of_slots(programs: Iterable[Planned]) -> None:
     """Warn if an earlier program exceeds its budget with the slots of a later one."""
     for program in programs:
         _warn(
-            program, "beside the slots that a later program of the model needs,", "pad inputs to "
-            "fewer shapes, so that one program serves them, or raise the budget to it",
+            program, "with the slots that a later program of the model needs,", "Pad inputs to "
+            "fewer shapes, so that one program serves them, or raise the budget to it.",
         )  # fmt: skip
 
 
@@ -108,6 +108,6 @@ def _warn(program: Planned, why: str, way_out: str) -> None:
     peak = _peak_bytes(program, program.loop)
     if peak > budget:
         log.warning(
-            "memory_budget: %s %s takes %s (%d bytes) a rank of a budget of %s; %s",
+            "memory_budget: %s %s takes %s (%d bytes) per rank of a budget of %s. %s",
             why, program.model_name, format_bytes(peak), peak, format_bytes(budget), way_out,
         )  # fmt: skip

@@ -38,12 +38,12 @@ def write_to_cache(program: Planned) -> Path:
         found = target.lstat()
         if not (is_private(found) and stat.S_ISDIR(found.st_mode)):
             _remove(target)
-            log.warning("%s was not made by this user alone. It was removed", target)
+            log.warning("%s can be written by other users. It was removed.", target)
     write(files, target)
     for path in target.rglob("*"):
         if not path.is_dir() and str(path.relative_to(target)) not in files:
             path.unlink(missing_ok=True)
-            log.warning("%s is no file of this program. It was removed", path)
+            log.warning("%s does not belong to this program. It was removed.", path)
     prune(folder)
     return target
 

@@ -55,9 +55,9 @@ class LazyState(OrderedDict[str, Any]):
             return super().__getitem__(key)
         if self._now() != self._epoch:
             raise ShardError(
-                f"{key}: the parameters have changed since this state_dict() was made, which reads "
-                "them from NVMe only now; make it again, or keep all its values at once by "
-                "dict(model.state_dict())"
+                f"{key}: the parameters have changed since this state_dict() was created, which "
+                "reads them from NVMe only now. Create it again, or copy all its values at once "
+                "with dict(model.state_dict())."
             )
         return self._reader.read(self._names[key])
 
@@ -129,7 +129,7 @@ class LazyState(OrderedDict[str, Any]):
         return self.copy().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        return f"LazyState({len(self)} entries, {len(self._names)} read when asked for)"
+        return f"LazyState({len(self)} entries, {len(self._names)} read on access)"
 
 
 # -- The state of a compiled model under the model's own names, whole or in pieces -----------------
@@ -138,7 +138,7 @@ class LazyState(OrderedDict[str, Any]):
 def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
     """Return the model's state dict with full tensors on the host; see `LazyState` for NVMe."""
     if kwargs.pop("keep_vars", False):
-        raise ShardError("state_dict(keep_vars=True): full tensors are copies; leave it out")
+        raise ShardError("state_dict(keep_vars=True): full tensors are copies. Leave it out.")
     store = model._zerofx.engine.store
     state = plain_state(model, *args, **kwargs)
     is_part = bool(args) or kwargs.get("destination") is not None  # of an outer module's state

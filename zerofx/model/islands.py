@@ -189,7 +189,7 @@ def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
                 raise ShardError(
                     f"{code} changes its parameter {place.key} in place, which a program, and a "
                     "shard, would not see. Make it a buffer, or change it after optimizer.step(), "
-                    "under torch.no_grad()"
+                    "under torch.no_grad()."
                 )
 
 
@@ -264,16 +264,17 @@ def say(own: Namespace, island: Island) -> None:
     if own.plan.parallel.tensor > 1:
         raise CaptureError(
             f"{island.entry.describe(own.model)} cannot be captured "
-            f"({island.reason.removeprefix('capture: ').rstrip('.')}), and what runs eagerly "
-            f"cannot be cut over Plan.parallel.tensor = {own.plan.parallel.tensor} ranks"
+            f"({island.reason.removeprefix('capture: ').rstrip('.')}), and code that runs eagerly "
+            f"cannot be cut over Plan.parallel.tensor = {own.plan.parallel.tensor} ranks. Correct "
+            "what prevents its capture, or set Plan.parallel.tensor = 1."
         )
     if own.world.rank != 0:
         return
     name = island.entry.describe(own.model)
     log.warning(
-        "%s runs eagerly, as no static graph of it can be made: %s. %s Plan(islands='refuse') "
-        "makes this an error.",
+        "%s runs eagerly, because it cannot be captured as a static graph: %s. %s "
+        "Plan(islands='refuse') makes this an error.",
         name, island.reason.removeprefix("capture: ").rstrip("."),
-        "All in it runs eagerly, on parameters gathered around it." if island.is_whole else
+        "Everything in it runs eagerly, on parameters gathered around it." if island.is_whole else
         "The modules that it calls have programs of their own.",
     )  # fmt: skip

@@ -103,8 +103,8 @@ class CompiledModule(nn.Module):
 
     def __new__(cls, model: nn.Module, setting: Setting, engine: Engine) -> NoReturn:
         raise ArgumentError(
-            "CompiledModule is the class of what zerofx.compile returns, and makes nothing itself. "
-            "Call zerofx.compile(model, plan)"
+            "CompiledModule is the class of the result of zerofx.compile, and cannot be "
+            "instantiated. Call zerofx.compile(model, plan)."
         )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -138,7 +138,7 @@ class CompiledModule(nn.Module):
         return self._zerofx.sharded_state_dict(flat=flat)
 
     def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ShardError("this model is compiled by zerofx already; drop the call of compile()")
+        raise ShardError("this model is already compiled by zerofx. Drop the call of compile().")
 
     # -- calls --------------------------------------------------------------------------------
     @torch.compiler.disable  # it is already compiled: torch.compile must not trace it
@@ -245,7 +245,7 @@ class CompiledModule(nn.Module):
             raise PlanError(
                 f"mixed_precision = {mixed!r} (bf16 and fp16 of TrainingArguments) has no effect "
                 f"on a model that was compiled with Plan(precision={compute!r}). Compile it with "
-                f"Plan(precision={mixed!r}), or give the plain model to zerofx.integrations"
+                f"Plan(precision={mixed!r}), or give the plain model to zerofx.integrations."
             )
         return True
 
@@ -271,8 +271,8 @@ class CompiledModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            "a compiled model cannot be pickled (it is one rank's part of a running program); "
-            "save with zerofx.save(dir, model, optimizer) or torch.save(model.state_dict(), ...)"
+            "a compiled model cannot be pickled (it is one rank's part of a running program). "
+            "Save with zerofx.save(dir, model, optimizer) or torch.save(model.state_dict(), ...)."
         )
 
     # -- copies -------------------------------------------------------------------------------
@@ -309,9 +309,9 @@ def _check_optimizers(accelerator: Any) -> None:
     """
     if any(not hasattr(each, "snapshot") for each in accelerator._optimizers):
         raise ShardError(
-            "Accelerator.save_state writes optimizers on rank 0 alone, which has a part of their "
-            "states. Prepare the loop by zerofx.integrations.accelerate.prepare, or save with "
-            "zerofx.save(dir, model, optimizer)"
+            "Accelerator.save_state writes optimizers on rank 0 only, which has a part of their "
+            "states. Prepare the loop with zerofx.integrations.accelerate.prepare, or save with "
+            "zerofx.save(dir, model, optimizer)."
         )
 
 
@@ -435,8 +435,8 @@ def check_class(model: nn.Module) -> None:
     kind = type(model)
     if isinstance(model, CompiledModule):
         raise ShardError(
-            f"model is a {kind.__name__} that is compiled already. Compile it once: zerofx.compile "
-            "returns the model that it is given"
+            f"model is a {kind.__name__} that is already compiled. Compile it once: zerofx.compile "
+            "returns the model that it is given."
         )
     try:
         set_class(model, compiled_class(model))
@@ -444,7 +444,7 @@ def check_class(model: nn.Module) -> None:
     except TypeError as error:
         raise ArgumentError(
             f"model is a {kind.__name__}, of whose class zerofx cannot make a subclass: {error}. "
-            "Put the model in a module of your own (self.inner = model) and compile that"
+            "Put the model in a module of your own (self.inner = model) and compile that."
         ) from error
 
 

@@ -89,9 +89,9 @@ def check_shards_stay(engine: Engine, fn: Callable[[Tensor], Tensor]) -> None:
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise ShardError(
-                f"a compiled model holds {before.dtype} shards on {before.device}; moving it "
-                f"to {after.dtype} on {after.device} would need another layout: convert the "
-                "model before zerofx.compile, or pass device="
+                f"a compiled model holds {before.dtype} shards on {before.device}, and moving it "
+                f"to {after.dtype} on {after.device} would need another layout. Convert the model "
+                "before zerofx.compile, or pass device=."
             )
 
 
@@ -109,8 +109,8 @@ def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
             after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
             if after.device != buffer.device:
                 raise ShardError(
-                    f"{path or 'the model'}: buffer {key} lies on {buffer.device} and cannot "
-                    f"move to {after.device}; pass device= to zerofx.compile"
+                    f"{path or 'the model'}: buffer {key} is on {buffer.device} and cannot move to "
+                    f"{after.device}. Pass device= to zerofx.compile."
                 )
             if after.dtype != buffer.dtype:
                 made.setdefault(id(buffer), fn(buffer))
@@ -130,9 +130,9 @@ def make_scaler(plan: Plan, world: World) -> LossScaler | None:
     assert isinstance(asked, LossScale)
     if world.other_axes:
         raise PlanError(
-            f"Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
-            f"mesh axes {world.other_axes} would not skip it too, since the model is compiled over "
-            "a slice of that mesh. Compute in bf16."
+            "Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
+            f"mesh axes {world.other_axes} would not skip it, since the model is compiled over a "
+            "slice of that mesh. Compute in bf16."
         )
     return LossScaler(rule_of(asked), world.device)
 
@@ -191,7 +191,7 @@ def micro_batches(
         raise PlanError(
             f"Plan.parallel.micro_batches = {parallel.micro_batches!r} does not divide the batch "
             f"of {batch} samples (dimension 0 of the first tensor among the arguments). Give a "
-            "batch that it divides, or leave micro_batches out"
+            "batch that it divides, or leave micro_batches out."
         )
 
     def piece(leaf: Any, i: int) -> Any:
@@ -207,8 +207,9 @@ def _what_is_cut(args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> str
     shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves if len(leaf) == len(leaves[0]))
     return (
         f"Plan.parallel.pipeline runs the model on {num} micro-batches, for which all tensors as "
-        f"long as the first one are cut along dimension 0: those of {shapes}. If one of them has "
-        "no samples there, register it as a buffer, or give it a first dimension of 1"
+        f"long as the first one are cut along dimension 0: those of {shapes}. If dimension 0 of "
+        "one of them is not the samples, register it as a buffer, or give it a first dimension of "
+        "1."
     )
 
 
@@ -310,9 +311,9 @@ class Namespace:
             raise self.is_parallel(wrapper)
         if is_transforming():
             raise GradientError(
-                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func do not see into "
-                "a compiled call; use them inside forward, which is captured with them, or on the "
-                "uncompiled model"
+                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func cannot look "
+                "inside a compiled call. Use them inside forward, which is captured with them, or "
+                "on the uncompiled model."
             )
         if self.plan.parallel.pipeline > 1:
             return self._run_pipeline(entry, args, kwargs)
@@ -351,9 +352,9 @@ class Namespace:
         """
         if entry != MODEL:
             raise PlanError(
-                f"{entry.describe(self.model)} is called by itself, and with "
-                f"Plan.parallel.pipeline = {self.plan.parallel.pipeline} a rank has a part of the "
-                "layers only. Call the model"
+                f"{entry.describe(self.model)} is called by itself, but with "
+                f"Plan.parallel.pipeline = {self.plan.parallel.pipeline} a rank has only some of "
+                "the layers. Call the model."
             )
         pieces = [(args, kwargs)]
         if torch.is_grad_enabled():
@@ -409,7 +410,7 @@ class Namespace:
             if self.casts and not self.original.is_captured:
                 args, kwargs = islands.cast_arguments(args, kwargs, self.casts.get(path))
             called = module()
-            assert called is not None, "a module that has gone is called"
+            assert called is not None, "a module was called after it was freed"
             return call_uncompiled(called, args, kwargs)
         return self.call(Entry(path), args, kwargs)
 
@@ -485,9 +486,9 @@ class Namespace:
         """
         if self.engine.store.updates is not None:
             raise GradientError(
-                "no_sync() puts off the reduction of gradients, but Plan(update='in-backward') "
-                "updates the parameters inside every backward; use Plan(update='step') to "
-                "accumulate"
+                "no_sync() postpones the reduction of gradients, but Plan(update='in-backward') "
+                "updates the parameters inside every backward. Use Plan(update='step') to "
+                "accumulate."
             )
         gradients, before = self.engine.gradients, self.engine.gradients.no_sync
         gradients.no_sync = self.plan.parallel.pipeline == 1 and reduction.is_put_off(
@@ -530,7 +531,7 @@ class Namespace:
     def is_parallel(self, wrapper: str) -> ShardError:
         """Return the error to raise if another wrapper is applied to the model."""
         return ShardError(
-            f"{wrapper} is applied to a {self.original.kind.__name__} that zerofx.compile made "
-            f"data-parallel already (stage {self.plan.stage}, {self.world.size} ranks); drop "
-            f"{wrapper}, and train the compiled model as it is"
+            f"{wrapper} is applied to a {self.original.kind.__name__} that zerofx.compile has "
+            f"already made data-parallel (stage {self.plan.stage}, {self.world.size} ranks). Drop "
+            f"{wrapper}, and train the compiled model as it is."
         )

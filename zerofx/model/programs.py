@@ -575,10 +575,9 @@ class ProgramTable:
             varies = min(said, key=lambda text: text.count(";")).replace("nothing", "module hooks")
             log.warning(
                 "%s needs more programs than Plan.max_programs = %d allows. The latest call "
-                "differs from the one most like it in %s. From here on a further program takes the "
-                "place of the least recently used one, which is made ready again when its call "
-                "comes back. Let what varies take few values (pad inputs to a few shapes), or "
-                "raise max_programs.",
+                "differs from the most similar one in %s. From now on, a further program replaces the "
+                "least recently used one, which is bound again when its call comes back. Let what "
+                "varies take few values (pad inputs to a few shapes), or raise max_programs.",
                 entry.describe(self._model), limit, varies,
             )  # fmt: skip
         used = sorted(bound, key=lambda k: bound[k].last_use)
@@ -607,9 +606,9 @@ class ProgramTable:
         if not self._has_warned_of_constants:
             self._has_warned_of_constants = True
             log.warning(
-                "%s: a tensor was changed in place whose values a program depends on. It is "
+                "%s: a program depends on the values of a tensor that was changed in place. It is "
                 "captured again each time. If forward only computes with the tensor, register it "
-                "with register_buffer. If control flow depends on it, pass what it decides as an "
+                "with register_buffer. If control flow depends on it, pass the decision as an "
                 "argument.",
                 key[0].entry.describe(self._model),
             )
@@ -647,16 +646,16 @@ class ProgramTable:
             captured = replace(captured, calling=replace(captured.calling, left=unread))
         if changed := state.leave_out_changed():
             log.warning(
-                "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
-                "capture only, and what is read there is baked into the program. Keep what changes "
-                "from call to call in a buffer, or pass it as an argument.",
+                "%s: forward, or a hook, changes %s, which is one of its settings. That happens at "
+                "capture only, and the values read there are baked into the program. Keep a value "
+                "that changes from call to call in a buffer, or pass it as an argument.",
                 name, ", ".join(changed),
             )  # fmt: skip
         if (leaked := state.leaked()) and not self._has_warned_of_leaks:
             self._has_warned_of_leaks = True
             log.warning(
                 "%s: forward, or a hook, keeps tensors in %s. It did so while it was captured, "
-                "so that they have no values, and no later call will. Return them from forward.",
+                "so they have no values, and no later call sets them. Return them from forward.",
                 name, ", ".join(leaked),
             )  # fmt: skip
         *_, attributes = state.read()
@@ -693,7 +692,9 @@ class ProgramTable:
             return captured
         free = {symbol.name for symbol in captured.sizes.symbols}
         if fixed := [symbol for symbol in varying if symbol.name not in free]:
-            self._fix(key, call, fixed, "control flow, or a number computed from it, asks for it")
+            self._fix(
+                key, call, fixed, "control flow, or a number computed from it, needs its value"
+            )
         return captured
 
     def _fix(
@@ -703,7 +704,7 @@ class ProgramTable:
         assert self._lengths is not None, "no size varies under dynamic='off'"
         self._lengths.fix(key, call, symbols)
         log.warning(
-            "%s: %s cannot vary within one program (%s). Each of its values is compiled by itself.",
+            "%s: %s cannot vary within one program (%s). Each value is compiled separately.",
             key[0].entry.describe(self._model),
             ", ".join(str(dim) for symbol in symbols for dim in symbol.dims),
             str(why).partition("\n")[0] or type(why).__name__,
@@ -809,7 +810,7 @@ def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool =
     """Load an emitted directory with the plan that it contains (`zerofx.load_program`)."""
     if not isinstance(directory, (str, os.PathLike)):
         raise ArgumentError(
-            f"a program was expected, and this is a {type(directory).__name__}. Give the directory "
-            "that program.emit(directory) wrote"
+            f"a program was expected, but this is a {type(directory).__name__}. Give the directory "
+            "that program.emit(directory) wrote."
         )
     return load(directory, allow_changed_math)

@@ -47,7 +47,7 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
         if write_back:
             raise ArgumentError(
                 "zerofx.whole(write_back=True) was entered in the model's forward, which cannot "
-                "change parameters. Write to them after optimizer.step()"
+                "change parameters. Write to them after optimizer.step()."
             )
         with islands.gathered(own, Entry(path, ALL), "code in zerofx.whole"), _restored(own, path):
             yield module
@@ -88,7 +88,7 @@ def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Ite
     elif name := _on_any_rank(own, "written", _written(own, params, tensors)):
         raise ShardError(
             f"{name} was written to inside zerofx.whole, and the new values are lost. Use "
-            "zerofx.whole(model, write_back=True), which keeps those of rank 0"
+            "zerofx.whole(model, write_back=True), which keeps those of rank 0."
         )
 
 
@@ -108,8 +108,8 @@ def _refuse_late_gradients(params: Iterable[str], tensors: list[nn.Parameter]) -
 
 def _lost(name: str) -> ShardError:
     return ShardError(
-        f"{name} got a gradient that was computed inside zerofx.whole, whose parameters do not "
-        "last: it is lost. Call the model outside zerofx.whole to train it"
+        f"{name} got a gradient that was computed inside zerofx.whole, whose parameters are "
+        "temporary, so it is lost. Call the model outside zerofx.whole to train it."
     )
 
 
@@ -161,6 +161,6 @@ def _place(module: nn.Module) -> tuple[Namespace, str]:
             if isinstance(owner, Namespace):
                 return owner, call.args[0]
     raise ArgumentError(
-        f"zerofx.whole was given a {type(module).__name__} that is no part of a compiled model, or "
-        "has no parameters. Give what zerofx.compile returned, or one of its submodules"
+        f"zerofx.whole was given a {type(module).__name__} that is not part of a compiled model, "
+        "or has no parameters. Give it the result of zerofx.compile, or one of its submodules."
     )

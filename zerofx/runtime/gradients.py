@@ -387,7 +387,7 @@ class Gradients:
         left = self._sums.left()
         if not left:
             return
-        self._world.agree("reduction of what no_sync summed", f"buckets={list(left)}")
+        self._world.agree("reduction of the sums of no_sync", f"buckets={list(left)}")
         for bucket, scale in left.items():
             b = self._layout.buckets[bucket]
             buffer = torch.zeros(b.numel, dtype=b.reduce_dtype, device=self._world.device)

@@ -43,12 +43,12 @@ class Preemption:
         if not isinstance(world, World):
             raise ArgumentError(
                 f"zerofx.Preemption was given a {type(model).__name__} that is not compiled. Give "
-                "what zerofx.compile returned"
+                "it the result of zerofx.compile."
             )
         if threading.current_thread() is not threading.main_thread():
             raise ArgumentError(
                 "zerofx.Preemption was called in a thread. Python handles signals in the main "
-                "thread: call it there"
+                "thread. Call it there."
             )
         self._world = world
         self._is_here = False

@@ -153,7 +153,7 @@ class Executable:
                 if j != i and memory == other and max(start, first) < min(end, last):
                     raise CaptureError(
                         f"{self.contract.label}: forward writes to input {i} in place, and input "
-                        f"{j} shares memory with it (both counted from 0), so that a program would "
+                        f"{j} shares memory with it (both counted from 0), so a program would "
                         "read values from before that write. Pass a copy of one of them (clone())."
                     )
 
@@ -209,9 +209,9 @@ class Executable:
                 raise ShardError(
                     f"{self.contract.label}: input {differ[0]} (counted from 0) differs between "
                     f"the {axis.size} ranks that {what} (Plan.parallel.{name}), which need the "
-                    "same samples. Divide them by DistributedSampler(dataset, num_replicas="
-                    "model.zerofx.data_world, rank=model.zerofx.data_rank): here "
-                    f"{world.data_size} and {world.data_rank}"
+                    "same samples. Divide them with DistributedSampler(dataset, "
+                    "num_replicas=model.zerofx.data_world, rank=model.zerofx.data_rank), here "
+                    f"{world.data_size} and {world.data_rank}."
                 )
 
     # -- pieces that a pipeline runs ----
@@ -277,8 +277,8 @@ class Executable:
             raise GradientError(
                 f"{self.contract.label}: the parameters were changed (by an optimizer step, a "
                 "load, an in-place write or another backward that updates them) between this "
-                "forward and its backward, so its gradients would be wrong; run backward before "
-                "the change"
+                "forward and its backward, so its gradients would be wrong. Run backward before "
+                "the change."
             )
         gradients = engine.gradients
         gradients.discards = named is not None and not named
@@ -405,18 +405,18 @@ class Executable:
         if torch.is_grad_enabled():
             raise GradientError(
                 f"{self.contract.label}: create_graph=True needs gradients of gradients, which a "
-                "compiled backward does not have; use the uncompiled model for double backward"
+                "compiled backward does not have. Use the uncompiled model for double backward."
             )
         if call.saved is None:
             raise GradientError(
                 f"{self.contract.label}: backward ran a second time, but its saved values are "
-                "gone; pass retain_graph=True the first time"
+                "gone. Pass retain_graph=True the first time."
             )
         for what, held, version in call.watched:
             if version_of(held) != version:
                 raise GradientError(
-                    f"{self.contract.label}: {what}, which backward needs, was changed in "
-                    "place after forward; clone it before changing it"
+                    f"{self.contract.label}: {what}, which backward needs, was changed in place "
+                    "after forward. Clone it before changing it."
                 )
         saved = call.saved
         if keeps_graph():
@@ -433,8 +433,8 @@ class Executable:
                 if grad is not None:
                     raise GradientError(
                         f"{contract.label}: output {contract.names.get(leaf, leaf)!r} received a "
-                        f"gradient, but only {self._loss_names()} is differentiated; compile with "
-                        'Plan(differentiate="all")'
+                        f"gradient, but only {self._loss_names()} is differentiated. Compile with "
+                        "Plan(differentiate='all')."
                     )
                 continue
             shape, strides, dtype = call.tangents[leaf]
@@ -502,7 +502,7 @@ class Executable:
         axis = world.axis("tensor")
         if axis.size > 1:  # ranks that share a layer draw the same numbers for shared values
             box = torch.tensor([seed], device=world.device)
-            axis.broadcast(box, 0, "seed of what forward draws").wait()
+            axis.broadcast(box, 0, "seed of forward's random draws").wait()
             seed = int(box)
         stream = world.data_rank + world.axis("pipeline").rank * world.data_size
         generator.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
@@ -513,7 +513,7 @@ class Executable:
 
 
 # The axes along which ranks have the same samples, and how these ranks divide the model.
-_SHARING = {"tensor": "share each layer", "pipeline": "have layers of the model each"}
+_SHARING = {"tensor": "share each layer", "pipeline": "each have some layers of the model"}
 
 
 def _digest(leaf: Any) -> Tensor:

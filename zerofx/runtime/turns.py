@@ -161,7 +161,10 @@ class Turns:
         found = [each.partition("=")[2].partition(":") for each in sorted(said)]
         wishes = {wish for wish, _, _ in found if wish}
         if len(wishes) > 1:
-            raise DesyncError(f"ranks want different things of one backward: {sorted(wishes)}")
+            raise DesyncError(
+                f"ranks request different results of one backward: {sorted(wishes)}. Call backward "
+                "alike on all ranks."
+            )
         received = 0
         for _, _, each in found:
             received |= int(each, 16)
@@ -185,9 +188,9 @@ class Turns:
         """Take part in other programs until all ranks announce this one, or it has its turn."""
         if len(mine) > _MOST:
             raise DesyncError(
-                f"{mine[:80]}...: it takes part in more collectives than ranks can tell each other "
-                "of, so that ranks cannot run different parts of this model. Give "
-                "Plan(bucket_bytes=...) more, so that there are fewer"
+                f"{mine[:80]}...: it takes part in more collectives than ranks can announce to "
+                "each other, so ranks cannot run different parts of this model. Raise "
+                "Plan.bucket_bytes, so that there are fewer."
             )
         world = self._engine.world
         while True:

@@ -215,7 +215,7 @@ def test_torch_func_is_refused_around_a_model_and_captured_inside() -> None:
         lambda: torch.func.jvp(model, (vectors(),), (vectors(1),)),
     ]
     for call in tries:
-        with pytest.raises(GradientError, match="use them inside forward"):
+        with pytest.raises(GradientError, match="Use them inside forward"):
             call()
     check(Body(lambda m, h, x: torch.func.grad(lambda t: m.fc(t).pow(3).sum())(x)), vectors())
     check(Body(lambda m, h, x: torch.func.vmap(lambda t: m.fc(t).sum())(x)), vectors())

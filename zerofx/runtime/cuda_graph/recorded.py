@@ -302,8 +302,8 @@ class Recorded:
             if isinstance(value, Tensor) and value.device.type != device:
                 if not self._has_warned:
                     log.warning(
-                        "%s runs without a CUDA graph: an input or buffer of shape %s lies on %s, "
-                        "not on %s",
+                        "%s runs without a CUDA graph. An input or buffer of shape %s is on %s, "
+                        "not on %s.",
                         self._contract.label, list(value.shape), value.device, device,
                     )  # fmt: skip
                 self._has_warned = True
@@ -318,8 +318,8 @@ class Recorded:
             raise
         except RuntimeError as e:
             raise CaptureError(
-                f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}; "
-                "use Plan(cuda_graph=False)"
+                f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}. Use "
+                "Plan(cuda_graph=False)."
             ) from e
 
     # -- backward ---------------------------------------------------------------------------

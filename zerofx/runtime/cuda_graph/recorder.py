@@ -71,12 +71,12 @@ def check_recordable(num_ranks: int, device: torch.device) -> None:
     """
     if num_ranks > 1:
         raise PlanError(
-            f"Plan.cuda_graph = True is for a single process, this world has {num_ranks} ranks: "
-            "they agree on every launch and watch over it on the host, which a replay leaves out; "
-            "use cuda_graph=False"
+            f"Plan.cuda_graph = True needs a single process, but this world has {num_ranks} ranks. "
+            "They agree on every launch and watch over it on the host, which a replay skips. Use "
+            "cuda_graph=False."
         )
     if device.type != "cuda":
         raise PlanError(
-            f"Plan.cuda_graph = True needs a CUDA device, but the model is on {device}; "
-            "pass device= to zerofx.compile, or use cuda_graph=False"
+            f"Plan.cuda_graph = True needs a CUDA device, but the model is on {device}. Pass "
+            "device= to zerofx.compile, or use cuda_graph=False."
         )

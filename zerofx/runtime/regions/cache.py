@@ -127,10 +127,10 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
     """Report in one warning which regions run as ATen, the module of each, and the reason."""
     said = [f"{name} (of {units.get(name) or 'the model'}): {why}" for name, why in failed.items()]
     log.warning(
-        "Inductor cannot compile %d of this program's regions, which run as ATen; results may "
-        "differ in the last bits from those of hosts where it can. It is tried again with another "
-        "version of torch or zerofx, or after *.failed is removed from %s. Set kernels='aten' to "
-        "silence this.\n  %s",
+        "Inductor cannot compile %d of this program's regions, which run as ATen. Results may "
+        "differ in the last bits from those of hosts where it can. It is tried again with "
+        "another version of torch or zerofx, or after *.failed is removed from %s. Set "
+        "kernels='aten' to silence this.\n  %s",
         len(failed), regions_dir(), "\n  ".join(said),
     )  # fmt: skip
 
@@ -176,7 +176,7 @@ def compile_missing(name: str, module: ModuleType) -> None:
 
 def _patiently(name: str, module: ModuleType, path: Path, hints: Hints) -> Variant:
     made = _compiled(name, module, path, hints, patient=True)
-    assert made is not None, "only who is impatient leaves a region to others"
+    assert made is not None, "only an impatient caller leaves a region to others"
     return made
 
 
@@ -321,8 +321,8 @@ def _opened(lock: Path) -> TextIO:
         if e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         raise ProgramError(
-            f"a region is to be compiled, and the cache {lock.parent} cannot be written to "
-            f"({e.strerror}); set ZEROFX_CACHE_DIR to a directory of your own"
+            f"a region must be compiled, and the cache {lock.parent} cannot be written to "
+            f"({e.strerror}). Set ZEROFX_CACHE_DIR to a directory of your own."
         ) from e
 
 
@@ -360,7 +360,9 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
 def _refusal(hints: Hints) -> str:
     """Return why a region with these sizes is not compiled, or an empty string if it may be."""
     fractions = [name for name, n in hints.items() if isinstance(n, float)]
-    return f"Inductor takes no float that varies ({', '.join(fractions)})" if fractions else ""
+    return (
+        f"Inductor does not support floats that vary ({', '.join(fractions)})" if fractions else ""
+    )
 
 
 def _num_bytes(path: Path) -> int | None:

@@ -59,10 +59,10 @@ def import_file(path: Path, name: str) -> ModuleType:
         code = compile(read_file(path, MOST_BYTES), str(path), "exec")
     except SyntaxError as e:
         raise ProgramError(
-            f"{path}:{e.lineno}: {e.msg}; correct the edit, or emit the program again"
+            f"{path}:{e.lineno}: {e.msg}. Correct the edit, or emit the program again."
         ) from e
     except (ValueError, RecursionError, MemoryError) as e:
-        raise ProgramError(f"{path}: {e}; correct the edit, or emit the program again") from e
+        raise ProgramError(f"{path}: {e}. Correct the edit, or emit the program again.") from e
     exec(code, module.__dict__)
     return module
 
@@ -119,7 +119,7 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     try:
         facts = check(parse_json(read_file(path, MOST_BYTES)), _FACTS)
     except FormError as error:
-        raise ProgramError(f"{path}: {error}; emit the program again") from error
+        raise ProgramError(f"{path}: {error}. Emit the program again.") from error
     kernels = kernels or facts["kernels"]
     found = SimpleNamespace()
     paths = sorted((directory / "regions").glob("*.py"))
@@ -225,7 +225,7 @@ class _Checked:
         raise NonFiniteError(
             f"{self._region}: NaN first appears in {self._target} from inputs without one, at\n"
             f"  {filename}:{line}\n  {text}\n"
-            "(the comment names the module and your line); set debug=False to train through it"
+            "(the comment names the module and your line). Set debug=False to train on regardless."
         )
 
 

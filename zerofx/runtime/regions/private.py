@@ -17,7 +17,7 @@ from zerofx.errors import ProgramError
 log = logging.getLogger("zerofx")
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_WAY_OUT = "Set ZEROFX_CACHE_DIR to a directory of your own"
+_WAY_OUT = "Set ZEROFX_CACHE_DIR to a directory of your own."
 
 
 def private_root(given: Path) -> Path:
@@ -33,8 +33,9 @@ def private_root(given: Path) -> Path:
             return given
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             raise ProgramError(
-                f"anybody may replace what is in the cache {given} (mode "
-                f"{stat.S_IMODE(found.st_mode):o}), whose code this process would run. {_WAY_OUT}"
+                f"the cache {given} may be written by any user (mode "
+                f"{stat.S_IMODE(found.st_mode):o}), but this process would run code in it. "
+                f"{_WAY_OUT}"
             )
         own = given / f"zerofx-{os.geteuid()}"
         own.mkdir(exist_ok=True, mode=0o700)
@@ -59,8 +60,7 @@ def private_folder(folder: Path) -> Path:
         raise ProgramError(f"the cache {folder}: {error.strerror}. {_WAY_OUT}") from error
     if not (is_private(found) and stat.S_ISDIR(found.st_mode)):
         raise ProgramError(
-            f"the cache {folder} {_whose(found)}, and this process would run the code in it. "
-            "Remove it"
+            f"the cache {folder} {_whose(found)}, but this process would run code in it. Remove it."
         )
     return folder
 
@@ -91,10 +91,10 @@ def remove_foreign(paths: Iterable[Path]) -> bool:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ProgramError(
-                f"{path} {_whose(found)}, and this process would run the code in it. It cannot be "
+                f"{path} {_whose(found)}, but this process would run code in it. It cannot be "
                 f"removed ({error.strerror}). {_WAY_OUT}"
             ) from error
-        log.warning("%s %s. It was removed, and is made again", path, _whose(found))
+        log.warning("%s %s. It was removed, and will be created again.", path, _whose(found))
         has_any = True
     return has_any
 
@@ -104,4 +104,4 @@ def _whose(found: os.stat_result) -> str:
         return f"belongs to user {found.st_uid}"
     if found.st_mode & _OTHERS_WRITE:
         return f"may be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
-    return "is no plain file or directory"
+    return "is not a plain file or directory"

@@ -235,7 +235,7 @@ class StoreGrads:
             if self._params[name].grad is not None:
                 raise GradientError(
                     f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
-                    "gradients of one backward alone; set it to None, or use Plan(update='step')"
+                    "gradients of one backward only. Set it to None, or use Plan(update='step')."
                 )
 
     def prepare_update(self, bucket: int) -> None:

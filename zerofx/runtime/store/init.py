@@ -287,9 +287,9 @@ def _is_unset(tensor: Tensor | None) -> bool:
 def _require(resets: list[Hook], path: str, module: nn.Module, names: list[str]) -> None:
     if not resets:
         raise ShardError(
-            f"{names[0]} is on meta and its module {path or 'the model'} "
-            f"({type(module).__name__}) has no reset_parameters(); give it one (or the model an "
-            "_init_weights(module)), or build the model on the host"
+            f"{names[0]} is on meta, and its module {path or 'the model'} "
+            f"({type(module).__name__}) has no reset_parameters(). Give it one (or the model an "
+            "_init_weights(module)), or build the model on the host."
         )
 
 
@@ -299,7 +299,7 @@ def _call(reset: Hook, path: str, module: nn.Module) -> None:
     except Exception as error:
         raise ShardError(
             f"initialising {path or 'the model'} ({type(module).__name__}) from meta failed: "
-            f"{error}; build the model on the host instead"
+            f"{error}. Build the model on the host instead."
         ) from error
 
 
@@ -318,7 +318,7 @@ def _check_set(store: ShardStore, model: nn.Module, unset: dict[str, nn.Module])
             value = model.get_buffer(name)
         if _is_unset(value):
             raise ShardError(
-                f"{name} is on meta, and neither {type(module).__name__}.reset_parameters() nor "
-                "an enclosing _init_weights set all of it; build the model on the host, or set it "
-                "there"
+                f"{name} is on meta, and neither {type(module).__name__}.reset_parameters() nor an "
+                "enclosing _init_weights set all of it. Build the model on the host, or set it "
+                "there."
             )

@@ -66,9 +66,8 @@ def _not_staged(optimizer: Optimizer, name: str) -> ShardError:
     kind = type(optimizer).__name__
     return ShardError(
         f"{name} lives on NVMe, and {kind} would keep its states in memory and write the parameter "
-        "past the schedule; use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), whose states go to "
-        "NVMe and whose steps pass through memory bucket by bucket, or "
-        "Plan(offload={'optimizer': 'cpu'})"
+        "outside the schedule. Use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), which stores its "
+        "states on NVMe and updates bucket by bucket, or Plan(offload={'optimizer': 'cpu'})."
     )
 
 
@@ -80,8 +79,8 @@ def check_type(optimizer: Optimizer) -> None:
         reason = "differentiable=True records whole parameters for autograd"
     if reason is not None:
         raise ShardError(
-            f"{type(optimizer).__name__} is not supported on sharded parameters: {reason}; use "
-            f"one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
+            f"{type(optimizer).__name__} is not supported on sharded parameters: {reason}. Use one "
+            f"of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)."
         )
 
 
@@ -139,8 +138,8 @@ def _cut_state(param: Tensor, key: str, value: Any) -> Any:
         if value.ndim == 0:
             return value
         raise ShardError(
-            f"{piece.name}: the optimizer's state {key!r} has shape {list(value.shape)}, "
-            f"the parameter {list(param.shape)}; give zerofx.compile an optimizer without state"
+            f"{piece.name}: the optimizer's state {key!r} has shape {list(value.shape)}, but the "
+            f"parameter has {list(param.shape)}. Give zerofx.compile an optimizer without state."
         )
     is_count = key == "step" or (value.ndim == 0 and key in STEP_STATES)
     if is_count or is_cut(value):
@@ -233,8 +232,8 @@ def _check_moments(optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         if piece is not None and param.dtype == torch.float16:
             raise ShardError(
                 f"{piece.name} is float16 without a float32 master copy, in which {kind}'s squared "
-                "gradients and eps vanish; keep the model in float32 and compute in 16 bits with "
-                'Plan(precision="fp16"), or use SGD'
+                "gradients and eps vanish. Keep the model in float32 and compute in 16 bits with "
+                "Plan(precision='fp16'), or use SGD."
             )
     _checked[optimizer] = len(params)
 
@@ -264,7 +263,7 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         raise ShardError(
             f"this {type(optimizer).__name__} was built before zerofx.compile and still refers to "
             "the old parameters, so step() would have no effect. Build it over the compiled "
-            "model's parameters(), or call zerofx.compile(model, plan, optimizer=optimizer)"
+            "model's parameters(), or call zerofx.compile(model, plan, optimizer=optimizer)."
         )
     updating = whole_updates.updates_of(optimizer)
     if updating is not None:

@@ -108,7 +108,7 @@ class ShardStore:
         def make() -> None:
             made.append(cls(layout, world, in_backward, folder))
 
-        together(world, f"making the files in {folder}", make, NvmeError)
+        together(world, f"creation of the files in {folder}", make, NvmeError)
         return made[0]
 
     @classmethod

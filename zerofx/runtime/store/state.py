@@ -86,7 +86,7 @@ class FullReader:
         return self._last[1]
 
 
-_TOGETHER = " (from NVMe all ranks read it together; to save on one: zerofx.full_state_dict)"
+_TOGETHER = " (all ranks must read it together from NVMe; zerofx.full_state_dict saves on one rank)"
 
 
 @torch.no_grad()

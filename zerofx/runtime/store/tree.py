@@ -58,17 +58,17 @@ class ParameterTree:
         """Raise unless every parameter is plain, initialised or on meta, and without gradient."""
         for name, param in self.params.items():
             if piece_of(param) is not None:
-                raise ShardError(f"{name} belongs to a compiled model already; compile once")
+                raise ShardError(f"{name} belongs to a compiled model already. Compile it once.")
             if nn.parameter.is_lazy(param):
                 raise ShardError(
-                    f"{name} is a lazy parameter without a shape; run the model once before "
-                    "zerofx.compile"
+                    f"{name} is a lazy parameter without a shape. Run the model once before "
+                    "zerofx.compile."
                 )
             torch_function = type(param).__torch_function__
             if torch_function is not nn.Parameter.__torch_function__:
                 raise ShardError(
                     f"{name} is a {type(param).__name__}, and only plain parameters can be laid "
-                    "out in flat shards; compile before quantising or distributing it"
+                    "out in flat shards. Compile before quantising or distributing it."
                 )
             check_summable(name, param)
             if has_gradient_hooks(param):
@@ -79,14 +79,14 @@ class ParameterTree:
                 )
             if param.grad is not None:
                 raise ShardError(
-                    f"{name} has a gradient already, which sharding would drop; call "
-                    "model.zero_grad() before zerofx.compile"
+                    f"{name} already has a gradient, which sharding would drop. Call "
+                    "model.zero_grad() before zerofx.compile."
                 )
         for name, param in self.left.items():
             if param.is_meta:
                 raise ShardError(
-                    f"{name} is on meta, and Plan.ignored_params leaves it to you: give it values "
-                    "before zerofx.compile, or do not ignore it"
+                    f"{name} is on meta, and Plan.ignored_params leaves it to you. Give it values "
+                    "before zerofx.compile, or do not ignore it."
                 )
         self._check_memory()
 
@@ -137,20 +137,20 @@ def check_summable(name: str, param: torch.Tensor) -> None:
     """
     if param.requires_grad and param.dtype not in SUMMABLE:
         raise ShardError(
-            f"{name} is {param.dtype}, of which no backend sums gradients over ranks; keep it in "
-            "float32 or bfloat16 and cast in forward, or freeze it (requires_grad_(False))"
+            f"{name} is {param.dtype}, whose gradients no backend can sum over ranks. Keep it in "
+            "float32 or bfloat16 and cast in forward, or freeze it (requires_grad_(False))."
         )
 
 
 def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
     way = (
-        f"to tie them, make them one Parameter ({other} = {one})"
+        f"To tie them, make them one Parameter ({other} = {one})"
         if are_parameters
-        else "compute the buffer from the parameter in forward"
+        else "Compute the buffer from the parameter in forward"
     )
     return ShardError(
         f"{one} and {other} share memory but are two tensors, and sharding would silently untie "
-        f"them; {way}; to keep them apart, give one a copy (its .data.clone())"
+        f"them. {way}. To keep them apart, give one a copy (its .data.clone())."
     )
 
 
@@ -162,8 +162,8 @@ def attributes_of(param: torch.Tensor) -> dict[str, object]:
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _REBUILD = (
-    "; make the change before zerofx.compile, or build the changed model, load this one's "
-    "zerofx.full_state_dict and compile that"
+    ". Make the change before zerofx.compile, or build the changed model, load this one's "
+    "zerofx.full_state_dict and compile that."
 )
 
 # id of a module's `_parameters` (a compiled model shares its root's) -> key -> the value assigned
@@ -271,20 +271,20 @@ class Bindings:
         if isinstance(found, DTensor) and piece_of(found) is None:
             raise ShardError(
                 f"{name}: a DTensor was put in the parameter's place, as parallelize_module, "
-                "distribute_module and fully_shard do, but the model is sharded by zerofx.compile "
-                "already; drop that call, and train the compiled model as it is"
+                "distribute_module and fully_shard do, but zerofx.compile has already sharded the "
+                "model. Drop that call, and train the compiled model as it is."
             )
         if any(found is param for param in self._params.values()):
             raise ShardError(
-                f"{name}: the module now holds another parameter of the model, which would tie "
-                f"the two, but the compiled programs update each for itself{_REBUILD}"
+                f"{name}: the module now holds another parameter of the model, which would tie the "
+                f"two, but the compiled programs update each separately{_REBUILD}"
             )
         if not is_assigned:
             raise ShardError(
-                f"{name}: a {type(found).__name__} was put in the parameter's place past the "
-                "module, as torch.func.functional_call does, but a compiled model computes from "
-                "its shards only; load the values (model.load_state_dict, or module."
-                f"{key} = nn.Parameter(...)), or make the call with the uncompiled model"
+                f"{name}: a {type(found).__name__} was put in the parameter's place without using "
+                "the module, as torch.func.functional_call does, but a compiled model computes "
+                f"only from its shards. Load the values (model.load_state_dict, or module.{key} = "
+                "nn.Parameter(...)), or make the call with the uncompiled model."
             )
         for what, theirs, own in (
             ("dtype", found.dtype, ours.dtype),
@@ -320,7 +320,8 @@ class Bindings:
             if carrier.numel() != view.numel() or carrier.dtype != view.dtype:
                 raise ShardError(
                     f"{name}: its storage was replaced by {carrier.numel()} elements of "
-                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}"
+                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}. Write "
+                    "into the parameter in place."
                 )
             with torch.no_grad():
                 view.copy_(carrier.detach().reshape(-1))
@@ -337,7 +338,7 @@ def _exchanged(name: str, before: nn.Module | None, now: nn.Module | None) -> Sh
     if now is None:
         what = f"the {type(before).__name__} there was removed"
     else:
-        what = f"another module, a {type(now).__name__}, was put there"
+        what = f"another module, a {type(now).__name__}, was put in its place"
     return ShardError(f"{name}: {what}, but the compiled programs run the old one{_REBUILD}")
 
 

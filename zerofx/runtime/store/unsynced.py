@@ -58,9 +58,9 @@ class Unreduced(Tensor):
         found = first_of(Unreduced, (args, kwargs))
         assert found is not None, f"{op}: no unreduced gradient among its arguments"
         raise GradientError(
-            f"{found.param_name}: {op} of a gradient that no_sync has summed on each rank "
-            "alone; run the last backward of a step outside no_sync, which reduces the sum, or "
-            "drop it with zero_grad()"
+            f"{found.param_name}: {op} of a gradient that no_sync has summed only on each rank. "
+            "Run the last backward of a step outside no_sync, which reduces the sum, or drop it "
+            "with zero_grad()."
         )
 
 

@@ -80,17 +80,17 @@ class Updates:
         """
         if self._half_made:
             raise GradientError(
-                f"an exception ended the last backward after some parameters were updated "
-                f"({_PLAN}) and before others were; zerofx.load an earlier state, or call "
-                "optimizer.step() to go on with what there is"
+                "an exception ended the last backward after some parameters were updated "
+                f"({_PLAN}) and before others were. zerofx.load an earlier state, or call "
+                "optimizer.step() to continue with the current one."
             )
         for name in trained if self._unstepped else ():
             if self._owner(name) in self._unstepped:
                 raise GradientError(
-                    f"{name}: a second backward since optimizer.step(): {_PLAN} updates the "
-                    "parameters inside every backward and cannot sum the gradients of several; "
-                    "call optimizer.step() after each, freeze what a loss is not meant to train "
-                    "(requires_grad_(False)) before its forward, or use Plan(update='step')"
+                    f"{name}: a second backward ran since optimizer.step(). {_PLAN} updates the "
+                    "parameters inside every backward and cannot sum the gradients of several. "
+                    "Call optimizer.step() after each, freeze parameters that a loss should not "
+                    "train (requires_grad_(False)) before its forward, or use Plan(update='step')."
                 )
         if trained != self._checked:
             for name in trained:
@@ -137,9 +137,9 @@ class Updates:
     def _require_owner(self, name: str) -> None:
         if self._owner(name) is None:
             raise GradientError(
-                f"{name}: {_PLAN} updates it inside backward, but no optimizer of zerofx.optim "
-                "has it; build one over model.parameters() and keep it, or freeze the parameter "
-                "(requires_grad_(False))"
+                f"{name}: {_PLAN} updates it inside backward, but no optimizer of zerofx.optim has "
+                "it. Build one over model.parameters() and keep it, or freeze the parameter "
+                "(requires_grad_(False))."
             )
 
     # -- between two backward passes --------------------------------------------------------------
@@ -156,9 +156,9 @@ class Updates:
         """
         if self._owner(name) in self._unstepped:
             raise GradientError(
-                f"{name}.grad was used and freed inside backward ({_PLAN}): before "
-                "optimizer.step() gradients can be neither clipped nor looked at nor dropped, the "
-                "parameters are updated already; for that use Plan(update='step')"
+                f"{name}.grad was used and freed inside backward ({_PLAN}). The parameters are "
+                "already updated, so gradients cannot be clipped, read or dropped before "
+                "optimizer.step(). Use Plan(update='step') for that."
             )
 
 
@@ -172,12 +172,12 @@ def check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, BucketOptimizer):
         raise ShardError(
             f"{_PLAN} needs an optimizer that steps bucket by bucket, which torch.optim.{kind} "
-            f"cannot; use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), or Plan(update='step')"
+            "cannot. Use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), or Plan(update='step')."
         )
     limit = getattr(optimizer, "max_grad_norm", None)
     if limit is not None:
         raise ShardError(
             f"{kind}(max_grad_norm={limit}) clips by the norm of all gradients, but with {_PLAN} "
-            "the first parameters are updated before the last gradient is known; leave "
-            "max_grad_norm out, or use Plan(update='step')"
+            "the first parameters are updated before the last gradient is known. Leave "
+            "max_grad_norm out, or use Plan(update='step')."
         )

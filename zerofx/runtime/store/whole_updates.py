@@ -70,13 +70,13 @@ def whole_matrices(optimizer: O) -> O:
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
-            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer. Call "
-            "zerofx.optim.whole_matrices(optimizer) with one that is built"
+            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer. Pass a "
+            "built optimizer to zerofx.optim.whole_matrices(optimizer)."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ShardError(
-            "LBFGS is not supported on sharded parameters: it keeps flat vectors of all parameters "
-            "and needs a closure; use Plan(stage=0)"
+            "LBFGS is not supported on sharded parameters: it keeps flat vectors of all "
+            "parameters and needs a closure. Use Plan(stage=0)."
         )
     _check_attributes(optimizer)
     vars(optimizer).setdefault(_DRIVER, WholeUpdates())
@@ -122,9 +122,8 @@ def _check_attributes(optimizer: Optimizer) -> None:
         if any(isinstance(item, nn.Parameter) for item in items):
             kind = type(optimizer).__name__
             raise ShardError(
-                f"{kind} keeps parameters in its attribute {name!r}, so that its step would read "
-                "pieces instead of whole matrices. Read them from param_groups, or use "
-                "Plan(stage=0)"
+                f"{kind} keeps parameters in its attribute {name!r}, so its step would read pieces "
+                "instead of whole matrices. Read them from param_groups, or use Plan(stage=0)."
             )
 
 
@@ -166,7 +165,7 @@ class WholeUpdates:
             ledger = _piece(param).ledger
             refuse_stages(
                 ledger.layout, f"{type(optimizer).__name__}, which steps on whole matrices,",
-                "use an optimizer that steps element by element, such as AdamW",
+                "Use an optimizer that steps element by element, such as AdamW.",
             )  # fmt: skip
             size = ledger.world.copy_size
             loads = self._loads.setdefault(id(ledger), [0] * size)
@@ -547,9 +546,9 @@ class OwnedState(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            "pickling optimizer.state_dict() would save the states of one rank only: each matrix "
-            "has its state on the rank that owns it; use zerofx.save(dir, model, optimizer), or "
-            "torch.save of zerofx.full_optimizer_state_dict(model, optimizer)"
+            "pickling optimizer.state_dict() would save the states of one rank only, because only "
+            "the rank that owns a matrix has its state. Use zerofx.save(dir, model, optimizer), "
+            "or torch.save of zerofx.full_optimizer_state_dict(model, optimizer)."
         )
 
 
@@ -564,8 +563,8 @@ def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         kind = type(optimizer).__name__
         raise ShardError(
             f"{kind} has the states of each matrix on one rank, which torch.distributed.checkpoint "
-            "cannot gather. Use zerofx.save(dir, model, optimizer), or zerofx."
-            "full_optimizer_state_dict(model, optimizer)"
+            "cannot gather. Use zerofx.save(dir, model, optimizer), or "
+            "zerofx.full_optimizer_state_dict(model, optimizer)."
         )
 
     def guarded(value: Tensor) -> Tensor:

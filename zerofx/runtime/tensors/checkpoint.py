@@ -194,8 +194,8 @@ class FlatPiece(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ShardError(
-            f"{op_name(func)} of a FlatPiece: it only can be given to "
-            "torch.distributed.checkpoint's save and load; use zerofx.full_state_dict(model)"
+            f"{op_name(func)} of a FlatPiece is not supported. It can only be passed to "
+            "torch.distributed.checkpoint's save and load. Use zerofx.full_state_dict(model)."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -100,9 +100,9 @@ class _NoGradientHere(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise ShardError(
-            f"{ctx.name}: a loss term computed by {ctx.op} outside the compiled module asks for a "
-            "gradient of a sharded parameter; compute the term inside the model's forward, or "
-            "detach it"
+            f"{ctx.name}: a loss term computed by {ctx.op} outside the compiled module needs a "
+            "gradient of a sharded parameter. Compute the term inside the model's forward, or "
+            "detach it."
         )
 
 

@@ -181,9 +181,9 @@ def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     axes = piece.ledger.world.other_axes
     if axes:
         raise ShardError(
-            f"{piece.name}: GradScaler.unscale_ tells no rank along the mesh axes {axes} of an "
-            "overflow, so that these would step and this one not. The model is compiled over a "
-            "slice of that mesh. Compute in bf16 without a GradScaler."
+            f"{piece.name}: GradScaler.unscale_ does not tell ranks along the mesh axes {axes} "
+            "about an overflow, so they would step and this one would not. The model is compiled "
+            "over a slice of that mesh. Compute in bf16 without a GradScaler."
         )
     func([local_of(g) for g in grads], found_inf, inv_scale)
     found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")

@@ -168,7 +168,7 @@ class ModelParameter:
             raise GradientError(
                 f"{self.zfx.name}: register_post_accumulate_grad_hook finds no gradient under "
                 "Plan(update='in-backward'), which uses and frees it inside backward. Use "
-                "Plan(update='step')"
+                "Plan(update='step')."
             )
         if not self.requires_grad:  # type: ignore[attr-defined]
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
@@ -216,9 +216,9 @@ class PlainParameter(ModelParameter, torch.nn.Parameter):
         ledger, name = self.zfx.ledger, self.zfx.name
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             raise ShardError(
-                f"{name}: p.data was given {list(value.shape)} {value.dtype} on "
-                f"{value.device}, but the parameter is {list(self.shape)} {self.dtype} on "
-                f"{self.device}; convert the whole model (model.to(...))"
+                f"{name}: p.data was given {list(value.shape)} {value.dtype} on {value.device}, "
+                f"but the parameter is {list(self.shape)} {self.dtype} on {self.device}. Convert "
+                "the whole model (model.to(...))."
             )
         ledger.aliases.note_assignment(name, value)
         if (value.data_ptr(), value.stride()) == (self.data_ptr(), self.stride()):  # p.data *= 2

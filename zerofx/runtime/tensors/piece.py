@@ -145,7 +145,7 @@ class Ledger:
         if self.half_made is not None:
             raise NvmeError(
                 f"{what}: the last update failed before it had reached all parameters "
-                f"({self.half_made}); zerofx.load an earlier state before going on"
+                f"({self.half_made}). zerofx.load an earlier state before continuing."
             )
 
     def note_write(self) -> None:
@@ -212,7 +212,7 @@ class CastCopy:
     def part(self, start: int, stop: int) -> Tensor:
         """Return the slice's memory for elements start:stop of the shard."""
         full = self.full
-        assert full is not None, "a part of a resident copy was asked for whose model is gone"
+        assert full is not None, "part of a resident copy was requested after its model was dropped"
         return full[self._start + start : self._start + stop]
 
 
@@ -455,12 +455,12 @@ class ParameterPiece(ABC):
         longest = -(-count // size)
         start = min(world.shard_rank * longest, count)
         expected = [min(longest, count - start), *inner]
-        what = f"taking in rows of {self.name} of a full state dict"
+        what = f"loading of rows of {self.name} of a full state dict"
         if not world.all_well(what, list(rows.shape) == expected):
             raise ShardError(
                 f"{self.name} has global shape {list(self.shape)}, but the full state dict has "
-                f"another: this rank was given rows of shape {list(rows.shape)} of it and expected "
-                f"{expected}; load a state dict of the same model"
+                f"another: this rank was given rows of shape {list(rows.shape)} and expected "
+                f"{expected}. Load a state dict of the same model."
             )
         share = rows.new_zeros((longest, *inner), device=world.device)
         share[: rows.shape[0]].copy_(rows)

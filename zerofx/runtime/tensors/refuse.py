@@ -35,23 +35,24 @@ def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
     optimizer = calling_optimizer()
     if optimizer is not None:
         return ShardError(
-            f"{piece.name}: {op} {reason}; {optimizer} needs whole matrices or vectors of "
-            "parameters: give zerofx.optim.whole_matrices(optimizer), which steps each parameter "
-            f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
+            f"{piece.name}: {op} {reason}. {optimizer} needs whole matrices or vectors of "
+            "parameters. Give zerofx.optim.whole_matrices(optimizer), which steps each parameter "
+            f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)."
         )
     return ShardError(
-        f"{piece.name}: {op} {reason}; use p.full_tensor() or zerofx.full_state_dict(model) on "
-        "all ranks, or p.to_local() for the piece"
+        f"{piece.name}: {op} {reason}. Use p.full_tensor() or zerofx.full_state_dict(model) on all "
+        "ranks, or p.to_local() for the piece."
     )
 
 
 def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
     """Raise for an operation that needs the norm of a whole model if the world has only a part."""
     raise ShardError(
-        f"{name}: {doing} would take another norm on each rank along the mesh axes {other_axes}. "
-        "The model is compiled over a slice of that mesh, and which of its parameters these ranks "
-        "share is not known here. Add the squares of torch.nn.utils.get_total_norm over those "
-        "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
+        f"{name}: {doing} would use a different norm on each rank along the mesh axes "
+        f"{other_axes}. The model is compiled over a slice of that mesh, and zerofx does not know "
+        "which of its parameters these ranks share. Add the squares of "
+        "torch.nn.utils.get_total_norm over those ranks, and clip with "
+        "torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
     )
 
 
@@ -63,8 +64,8 @@ def refuse_stages(layout: Layout, what: str, instead: str) -> None:
     """
     if layout.pipeline_size > 1:
         raise ShardError(
-            f"{what} does not know models yet that are divided into pipeline stages, and this one "
-            f"is, into {layout.pipeline_size} (Plan.parallel.pipeline); {instead}"
+            f"{what} does not support models that are divided into pipeline stages yet. This model "
+            f"is divided into {layout.pipeline_size} (Plan.parallel.pipeline). {instead}"
         )
 
 

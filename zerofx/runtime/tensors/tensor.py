@@ -91,17 +91,17 @@ class ShardedTensor(DTensor):
         if self._is_param:
             raise ShardError(
                 f"{self.zfx.name}: deepcopy of a sharded parameter is refused, since the copy "
-                "would belong to no model; copy the compiled module as a whole, or take "
-                "zerofx.full_state_dict(model)"
+                "would belong to no model. Copy the compiled module as a whole, or use "
+                "zerofx.full_state_dict(model)."
             )
         memo[id(self)] = wrap(local_tensor(self).clone(), self.zfx)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            f"{self.zfx.name}: pickling a {type(self).__name__} would save this rank's piece "
-            "only; use zerofx.save(dir, model, optimizer), or torch.save of "
-            "zerofx.full_state_dict(model)"
+            f"{self.zfx.name}: pickling a {type(self).__name__} would save only this rank's piece. "
+            "Use zerofx.save(dir, model, optimizer), or torch.save of "
+            "zerofx.full_state_dict(model)."
         )
 
     # Read in every optimizer step, so it runs without a Python frame: a twentieth of the cost of
@@ -280,9 +280,8 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             return local_tensor(value)
         raise ShardError(
             f"{piece.name}: {doing} mixes it with {value.zfx.name}, which is cut differently "
-            f"({list(piece.shape)} elements {piece.says()} against "
-            f"{list(value.shape)} elements {value.zfx.says()}); "
-            "take full_tensor() of both"
+            f"({list(piece.shape)} elements {piece.says()} against {list(value.shape)} elements "
+            f"{value.zfx.says()}). Use full_tensor() of both."
         )
     if isinstance(value, DTensor):
         value = whole_of(value, piece, doing)
@@ -295,7 +294,7 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
     except RuntimeError:
         raise ShardError(
             f"{piece.name}: {doing} of a tensor of shape {list(value.shape)}, but the parameter "
-            f"has global shape {list(piece.shape)}; give the full tensor"
+            f"has global shape {list(piece.shape)}. Give the full tensor."
         ) from None
     return piece.cut(full.reshape(-1))
 
@@ -312,9 +311,9 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise ShardError(
             f"{ctx.name} got a gradient through full_tensor(), which would be lost. Call the "
-            "module that has the parameter. If a library has replaced forward after "
-            "zerofx.compile, compile the model after that, as the trainers of zerofx.integrations "
-            "do. To read the parameter only, use full_tensor().detach()"
+            "module that has the parameter. If a library replaces forward after zerofx.compile, "
+            "compile the model later, as the trainers of zerofx.integrations do. To only read the "
+            "parameter, use full_tensor().detach()."
         )
 
 
@@ -324,7 +323,7 @@ def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
     if value.shape != piece.shape:
         raise ShardError(
             f"{piece.name}: {doing} of a DTensor of shape {list(value.shape)}, but the parameter "
-            f"has global shape {list(piece.shape)}; give one of the same shape"
+            f"has global shape {list(piece.shape)}. Give one of the same shape."
         )
     piece.ledger.world.agree(f"{doing} of a DTensor", piece.name)
     mesh, local = value.device_mesh, value.to_local()
@@ -346,11 +345,11 @@ def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:
     if not isinstance(value, ShardedTensor):
         raise ShardError(
             f"{name}: p.grad was given a plain {type(value).__name__} of shape "
-            f"{list(value.shape)}, but gradients here are pieces ({param!r}); write into the "
-            "gradient in place, or give torch.zeros_like(p).copy_(full_gradient)"
+            f"{list(value.shape)}, but gradients here are pieces ({param!r}). Write into the "
+            "gradient in place, or give torch.zeros_like(p).copy_(full_gradient)."
         )
     if not value.zfx.same_cut(param.zfx) or value.dtype != param.dtype:
-        raise ShardError(f"{name}: p.grad was given {value!r}, which is not cut like {param!r}")
+        raise ShardError(f"{name}: p.grad was given {value!r}, which is not cut like {param!r}.")
     return value
 
 
@@ -361,7 +360,7 @@ def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
         raise ShardError(
             f"{target.zfx.name}: p.data was given {list(value.shape)} {value.dtype} on "
             f"{value.device}, but the shard is {list(target.shape)} {local.dtype} on "
-            f"{local.device}; convert the whole model (model.to(...)) or copy into p"
+            f"{local.device}. Convert the whole model (model.to(...)), or copy into p."
         )
     given = local_value(target, value, "p.data = ...")
     # P.data *= 2 assigns the tensor that it has changed.

@@ -31,7 +31,7 @@ class Arrival:
             NvmeError: the read failed, or the data is damaged.
         """
         tensor, request = self.tensor, self._request
-        assert tensor is not None, "a read was waited for before"
+        assert tensor is not None, "the read was already waited for"
         self.tensor = self._request = None  # the schedule's variable outlives the read
         if request is None:
             return tensor

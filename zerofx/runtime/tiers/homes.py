@@ -68,7 +68,7 @@ class Homes:
         names = {b[0].index: _name(b) for b in far}
         parts = {b.index: (block[0].index, *layout.stretch(b)) for block in far for b in block}
         self.nvme = NvmeHome(folder, rank, self.host, names, parts, self._writes)
-        self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(parts)} buckets")
+        self.nvme.need_space(far_bytes(layout, keeps), f"the data of {len(parts)} buckets")
         try:
             self._reserve(PARAMETERS, self._far)
             kept = [b for b in far if reduction.gradient_tier(b[0], not keeps) is Tier.NVME]
@@ -131,9 +131,9 @@ class Homes:
             gc.collect()  # schedulers hold optimizers in reference cycles
         if any(w() not in (None, owner()) for w in earlier):
             raise OptimizerError(
-                f"{bucket.label()}: {key} on NVMe belongs to another optimizer, which is still "
-                "there; drop it (del optimizer, and its schedulers) before the new one steps, or "
-                "keep optimizer states on the host (Plan.offload.optimizer = 'cpu')"
+                f"{bucket.label()}: {key} on NVMe belongs to another optimizer, which still "
+                "exists. Drop it (del optimizer, and its schedulers) before the new one steps, or "
+                "keep optimizer states on the host (Plan.offload.optimizer = 'cpu')."
             )
         if earlier and not keeps:
             held.zero_()
@@ -254,7 +254,7 @@ def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
         where = socket.gethostname(), os.stat(home).st_dev
         return _Claim(where, needed, free_bytes(home))
 
-    claims = together(world, f"a look at {folder}, for what lives on NVMe", claim, NvmeError)
+    claims = together(world, f"check of {folder} for data on NVMe", claim, NvmeError)
     num_buckets = sum(b.home is Tier.NVME for b in layout.buckets)
     for where in dict.fromkeys(c.where for c in claims):
         ranks = [rank for rank, c in enumerate(claims) if c.where == where]
@@ -263,8 +263,8 @@ def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
         if asked > free:
             raise NvmeError(
                 f"{folder} on {where[0]}: parameters, gradients and AdamW's states of "
-                f"{num_buckets} buckets need {sized(asked)} ({_say(ranks)}) but {sized(free)} are "
-                "free; free space there, choose another path, or offload less"
+                f"{num_buckets} buckets need {sized(asked)} ({_say(ranks)}), but {sized(free)} are "
+                "free. Free space there, choose another path, or offload less."
             )
 
 
@@ -274,7 +274,7 @@ def check_folder(world: World, folder: str) -> None:
     Raises:
         NvmeError: it cannot be, on some rank.
     """
-    together(world, f"a look at {folder}", lambda: str(prepare(folder)), NvmeError)
+    together(world, f"check of {folder}", lambda: str(prepare(folder)), NvmeError)
 
 
 def _say(ranks: list[int]) -> str:

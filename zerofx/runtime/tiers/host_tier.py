@@ -178,7 +178,7 @@ class Copy:
     def wait(self) -> Tensor:
         """Order later compute after the copy, release its source, and return the destination."""
         tensor, source = self.tensor, self._source
-        assert tensor is not None and source is not None, "a copy was waited for before"
+        assert tensor is not None and source is not None, "the copy was already waited for"
         self._tier.finish(self, source)
         # the schedule's variable for this copy outlives it
         self.tensor = self._source = None

@@ -34,7 +34,7 @@ class HostUpdates:
         at_most: the maximum number of unfinished updates including this one, since each holds
             memory; waits for the others if necessary.
         """
-        assert bucket not in self._launched, f"bucket {bucket} is updated twice at a time"
+        assert bucket not in self._launched, f"bucket {bucket} has two updates in flight"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-update")
             weakref.finalize(self, self._thread.shutdown, wait=False)

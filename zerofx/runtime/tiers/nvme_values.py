@@ -61,7 +61,7 @@ class Spill:
     @property
     def form(self) -> Tensor:
         """A tensor with the value's layout but no data."""
-        assert self._stored is not None, "a way to or from NVMe was waited for before"
+        assert self._stored is not None, "the transfer was already waited for"
         return self._stored.form
 
     @property
@@ -72,7 +72,7 @@ class Spill:
     def wait(self) -> Tensor | Stored:
         """Wait on the host for the transfer; return the reloaded tensor or the stored value."""
         stored, host = self._stored, self._host
-        assert stored is not None and host is not None, "a way to NVMe was waited for before"
+        assert stored is not None and host is not None, "the transfer was already waited for"
         # the schedule's variable outlives this
         self._stored = self._host = None
         self._values.finish(self, host)
@@ -177,9 +177,9 @@ class NvmeValues:
         # For an adopted program: the model's own plan was checked for its folder.
         if self._folder is None:
             raise NvmeError(
-                f"activations of {whose} wait on NVMe in this program, but the model was compiled "
-                "without a folder there; compile it with Plan(offload={'activations': 'nvme', "
-                "'path': ...})"
+                f"activations of {whose} are stored on NVMe in this program, but the model was "
+                "compiled without a folder there. Compile it with Plan(offload={'activations': "
+                "'nvme', 'path': ...})."
             )
         needed = sum(map(up, sizes.values()))
         what = f"{len(sizes)} activations of {whose} on rank {self._rank}"
@@ -259,11 +259,11 @@ class NvmeValues:
             try:
                 spill.join()
             except Exception as error:  # noqa: BLE001  (a copy lost by its device)
-                log.error("a way to or from NVMe failed as well: %s", error)
+                log.error("a transfer to or from NVMe failed as well: %s", error)
 
 
 def _over() -> Request:
-    raise AssertionError("a way to or from NVMe was waited for before")
+    raise AssertionError("the transfer was already waited for")
 
 
 def _behind(settled: Callable[[], None], submit: Callable[[], Request]) -> Request:
