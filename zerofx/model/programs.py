@@ -575,9 +575,9 @@ class ProgramTable:
             varies = min(said, key=lambda text: text.count(";")).replace("nothing", "module hooks")
             log.warning(
                 "%s needs more programs than Plan.max_programs = %d allows. The latest call "
-                "differs from the most similar one in %s. From now on, a further program replaces the "
-                "least recently used one, which is bound again when its call comes back. Let what "
-                "varies take few values (pad inputs to a few shapes), or raise max_programs.",
+                "differs from the most similar one in %s. From now on, a further program replaces "
+                "the least recently used one, which is bound again when its call comes back. Let "
+                "what varies take few values (pad inputs to a few shapes), or raise max_programs.",
                 entry.describe(self._model), limit, varies,
             )  # fmt: skip
         used = sorted(bound, key=lambda k: bound[k].last_use)
