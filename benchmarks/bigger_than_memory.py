@@ -134,7 +134,7 @@ COLUMNS = [
     Column("predicted_mib", "predicted MiB", "{:.0f}"),
     Column("error", "error", "{:+.1%}"),
     Column("without_mib", "peak without offload MiB", "{:.0f}"),
-    Column("same", "losses the same bits"),
+    Column("same", "losses bit for bit"),
     Column("is_too_much", "killed without offload"),
     Column("met", "met"),
 ]
@@ -143,14 +143,16 @@ COLUMNS = [
 def main() -> None:
     """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", required=True, help="on the disk to use")
+    parser.add_argument("--folder", required=True, help="a folder on the disk to use")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--times", type=float, default=4.0, help="states over the limit")
+    parser.add_argument(
+        "--times", type=float, default=4.0, help="size of the states divided by the limit"
+    )
     options = parser.parse_args()
     folder = vars(options).pop("folder")
     torch.set_num_threads(1)

@@ -141,7 +141,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="gpt,llama", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--budgets", type=int, default=BUDGETS, help="from all to the least")
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        default=BUDGETS,
+        help="number of budgets, from the largest to the least possible",
+    )
     parser.add_argument("--quick", action="store_true", help="3 budgets, 2 rounds")
     options = parser.parse_args()
     rounds, count = (2, 3) if options.quick else (options.rounds, options.budgets)

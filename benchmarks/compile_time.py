@@ -134,7 +134,12 @@ def main() -> None:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=", ".join(SYSTEMS))
     parser.add_argument("--layers", default=LAYERS, help="numbers of layers")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--ranks", type=int, default=1, help="torch.compile's do not communicate")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="ranks of zerofx; those of torch.compile do not communicate",
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers only")
     options = parser.parse_args()
     names = options.systems.split(",")

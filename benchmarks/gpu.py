@@ -41,9 +41,13 @@ def read_options(args: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help=f"default {ROUNDS}; a claim needs 8 or more")
     batch = "sequences, in gpt and loss-head; default 4; all systems of a case share the device"
     parser.add_argument("--batch", type=int, help=batch)
-    parser.add_argument("--elements", type=int, help=f"of the flat AdamW; default {ELEMENTS:,}")
-    parser.add_argument("--stage", type=int, default=3, help="of zerofx's plans; default 3")
-    parser.add_argument("--limit", type=float, default=540, help="seconds after which it ends")
+    parser.add_argument(
+        "--elements", type=int, help=f"elements of the flat AdamW; default {ELEMENTS:,}"
+    )
+    parser.add_argument("--stage", type=int, default=3, help="stage of zerofx's plans; default 3")
+    parser.add_argument(
+        "--limit", type=float, default=540, help="time limit of the command in seconds"
+    )
     parser.add_argument("--out", help="the JSON file; default: a new one in benchmarks/results")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU")
     options = parser.parse_args(args)
@@ -59,7 +63,7 @@ def read_options(args: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"--{name} is {value}, but must be positive")
     if not options.rehearse and not torch.cuda.is_available():
         parser.error(
-            f"this benchmark needs a CUDA device, and torch {torch.__version__} sees none; "
+            f"this benchmark needs a CUDA device, but torch {torch.__version__} finds none. "
             "--rehearse runs the same code at tiny sizes on the CPU"
         )
     return options

@@ -123,7 +123,7 @@ class Results:
         where = self._facts.get("gpu") or f"{platform.machine()} CPU"
         title = f"gpu: torch {self._facts['torch']}, {where}, stage {self._options.stage}"
         if self._options.rehearse:
-            title = f"REHEARSAL on a CPU, no figure of it means anything; {title}"
+            title = f"REHEARSAL on a CPU, its figures mean nothing; {title}"
         elif self._options.rounds < 8:
             title += f"; {self._options.rounds} rounds, for a look only"
         show(title, COLUMNS, [row.cells() for row in self._rows])

@@ -52,8 +52,8 @@ def adamw_rows(options: argparse.Namespace, budget: Budget) -> Iterator[Row]:
         error = runner.call("error")
         if error is not None and not error <= ADAMW_TOLERANCE:
             runner.fail(
-                f"zerofx's parameter is {error:.1e} of its way off torch's, more than "
-                f"{ADAMW_TOLERANCE:.0e}: that was another step"
+                f"zerofx's parameter differs from torch's by {error:.1e} of its change, more than "
+                f"{ADAMW_TOLERANCE:.0e}: that was a different step"
             )
     runner.close()
     for system, target in (("zerofx", ADAMW_SHARE), ("torch fused", None)):
@@ -119,7 +119,7 @@ def _check_losses(case: Case, runners: dict[str, Runner]) -> None:
         if not (math.isfinite(error) and error <= case.loss_tolerance):
             runner.fail(
                 f"losses differ from {case.reference}'s by {error:.1e} relative, more than "
-                f"{case.loss_tolerance:.0e}: another training"
+                f"{case.loss_tolerance:.0e}: a different training"
             )
 
 

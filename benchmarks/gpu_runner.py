@@ -27,8 +27,8 @@ class Budget:
         left = self._end - time.monotonic()
         if left <= 0:
             raise WorkerError(
-                f"not run: --limit {self._limit_s:.0f} s is used up; choose less by --only, or "
-                "a larger limit"
+                f"not run: --limit {self._limit_s:.0f} s is used up. Choose fewer cases with "
+                "--only, or a larger limit"
             )
         return left
 

@@ -191,7 +191,11 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="parts of models' names, separated by commas")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only models with one of these texts in their name, separated by commas",
+    )
     parser.add_argument("--kernels", default="aten", choices=["inductor", "aten"])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16)

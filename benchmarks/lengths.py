@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--compared", type=int, default=4, help="lengths whose steps are compared")
+    parser.add_argument(
+        "--compared", type=int, default=4, help="number of lengths whose steps are compared"
+    )
     parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
     longest = options.lengths + 28

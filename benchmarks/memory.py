@@ -98,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     systems.add_options(parser, DEFAULT)
     sizes.add_options(parser, "4x128,8x384,4x1024")
-    parser.add_argument("--quick", action="store_true", help="the smallest of the sizes only")
+    parser.add_argument("--quick", action="store_true", help="only the smallest size")
     options = parser.parse_args()
     lines = []
     wanted = list(sizes.chosen(options).items())

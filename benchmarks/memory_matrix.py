@@ -135,8 +135,8 @@ def main() -> None:
     """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", type=int, default=COUNT)
-    parser.add_argument("--only", default="", help="a part of the cells' names, as they are shown")
-    parser.add_argument("--kernels", choices=CHOICES["kernels"], help="these kernels only")
+    parser.add_argument("--only", default="", help="only cells with this text in their name")
+    parser.add_argument("--kernels", choices=CHOICES["kernels"], help="only these kernels")
     options = parser.parse_args()
     cells = [
         cell
@@ -170,7 +170,8 @@ def _page(rows: list[dict[str, Any]]) -> str:
     return (
         f"# Predicted and measured peak bytes of a rank\n\n{_summary(rows)}.\n\n"
         f"torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}; AdamW, one whole step in "
-        "the steady state, the rank that is furthest off. `python -m benchmarks.memory_matrix`\n\n"
+        "the steady state, of the rank with the largest error. "
+        "`python -m benchmarks.memory_matrix`\n\n"
         f"{markdown(COLUMNS, rows)}\n## By choice\n\n{markdown(WORST, worst_of(rows))}"
     )
 

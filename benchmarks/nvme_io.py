@@ -75,7 +75,9 @@ def our_file(
     parts = memory.split(size)
     with nvme.IOEngine(depth, piece) as engine, nvme.File(path, "r+", engine=engine) as file:
         if not file.is_direct:
-            raise SystemExit(f"{path.parent} is on a file system without O_DIRECT; try --folder")
+            raise SystemExit(
+                f"{path.parent} is on a file system without O_DIRECT. Choose another --folder"
+            )
 
         def submit_write(i: int) -> nvme.Request:
             return file.submit_write(parts[i], i * size)
@@ -225,7 +227,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
         raise SystemExit(f"--systems: unknown {', '.join(unknown)}; known {', '.join(SYSTEMS)}")
     if set(systems) & set(FIO) and shutil.which("fio") is None:
         raise SystemExit(
-            "fio is not installed, so that there is nothing to compare with: install the package "
+            "fio is not installed, so there is nothing to compare with. Install the package "
             "fio (Debian, Fedora and others have it), or choose --systems zerofx"
         )
     return systems
@@ -236,9 +238,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", default="build", help="a folder on the disk to measure")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--sizes", default="256KiB,1MiB,8MiB", help="bytes of a request")
+    parser.add_argument("--sizes", default="256KiB,1MiB,8MiB", help="bytes per request")
     parser.add_argument("--bytes", default="512MiB", help="moved by each measurement")
-    parser.add_argument("--depth", type=int, default=4, help="requests under way")
+    parser.add_argument("--depth", type=int, default=4, help="requests in flight")
     parser.add_argument("--rounds", type=int, default=12, help="a claim needs 8 or more")
     options = parser.parse_args()
     systems = chosen(options)

@@ -74,7 +74,7 @@ def check(system: str, name: str, mine: Rounds, plain: list[list[float]]) -> Non
     if not error <= LOSS_TOLERANCE:
         raise SystemExit(
             f"{system} at {name}: losses differ from plain training's by {error:.1e} relative, "
-            f"more than {LOSS_TOLERANCE:.0e}; its times would be those of another training"
+            f"more than {LOSS_TOLERANCE:.0e}; its times would belong to a different training"
         )
 
 

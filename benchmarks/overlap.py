@@ -231,8 +231,8 @@ COLUMNS = [
     Column("high", "highest", "{:.2f}"),
     Column("in_turn", "in turn", "{:.2f}"),
     *(Column(f"{lane}_ms", f"{lane} ms", "{:.1f}") for lane in LANES["nvme"]),
-    Column("after_ms", "step, update after ms", "{:.1f}"),
-    Column("step_ms", "step, update within ms", "{:.1f}"),
+    Column("after_ms", "step, update after, ms", "{:.1f}"),
+    Column("step_ms", "step, update within, ms", "{:.1f}"),
 ]
 FORESEEN = [
     Column("predicted_ms", "predicted ms", "{:.0f}"),
@@ -246,14 +246,18 @@ def main() -> None:
     """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="4x1024", choices=list(sizes.SIZES))
-    parser.add_argument("--batches", default="1,2,4,8", help="sequences of a step")
-    parser.add_argument("--states", default="cpu", choices=list(TARGETS), help="where they live")
-    parser.add_argument("--folder", help="on the disk to use, for --states nvme")
+    parser.add_argument("--batches", default="1,2,4,8", help="sequences per step")
+    parser.add_argument(
+        "--states", default="cpu", choices=list(TARGETS), help="the tier of the states"
+    )
+    parser.add_argument("--folder", help="a folder on the disk to use, for --states nvme")
     parser.add_argument("--rounds", type=int, default=8, help="a claim needs 8 or more")
-    parser.add_argument("--hardware", help="predict on it, and record, beside the rest")
+    parser.add_argument(
+        "--hardware", help="a hardware file: also predict the step on it, and record it"
+    )
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
-        parser.error("this machine has one core: an update has nowhere to run beside the compute")
+        parser.error("this machine has one core, so an update cannot run next to the compute")
     if options.states == "nvme" and options.folder is None:
         parser.error("--states nvme needs a --folder on the disk to use")
     torch.set_num_threads(1)

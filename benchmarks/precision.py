@@ -57,8 +57,8 @@ COLUMNS = [
     Column("loss", f"loss, mean of the last {LAST}", "{:.4f}"),
     Column("ratio", "of fp32's", "{:.5f}"),
     Column("skipped", "steps skipped", "{}"),
-    Column("state_bytes", "state bytes a rank", "{:,}"),
-    Column("seconds", "seconds, compilation too", "{:.0f}"),
+    Column("state_bytes", "state bytes per rank", "{:,}"),
+    Column("seconds", "seconds, with compilation", "{:.0f}"),
 ]
 
 

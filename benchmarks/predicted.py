@@ -188,11 +188,13 @@ COLUMNS = [
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hardware", required=True, help="a calibrated file of this machine")
+    parser.add_argument(
+        "--hardware", required=True, help="a calibrated hardware file of this machine"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a cell in a round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per cell and round")
     parser.add_argument("--kernels", default="inductor", choices=("inductor", "aten"))
-    parser.add_argument("--only", default="", help="cells whose name has this in it")
+    parser.add_argument("--only", default="", help="only cells with this text in their name")
     options = parser.parse_args()
     cells = [
         Cell(model, stage, world, options.kernels)

@@ -79,8 +79,8 @@ def need_memory(needed_bytes: int) -> None:
     if free and int(free.split()[0]) * 1024 < needed_bytes:
         free_gib = int(free.split()[0]) / 2**20
         raise SystemExit(
-            f"this run needs about {needed_bytes / 2**30:.1f} GiB but {free_gib:.1f} GiB are free; "
-            "choose fewer --systems or smaller --sizes"
+            f"this run needs about {needed_bytes / 2**30:.1f} GiB but {free_gib:.1f} GiB are free. "
+            "Choose fewer --systems or smaller --sizes."
         )
 
 

@@ -37,8 +37,8 @@ SIZES = {
 def add_options(parser: argparse.ArgumentParser, sizes: str) -> None:
     """Add the options that choose sizes."""
     known = ", ".join(f"{name} (seq {s.model.seq}, batch {s.batch})" for name, s in SIZES.items())
-    parser.add_argument("--sizes", default=sizes, help=f"layers x width, of {known}")
-    parser.add_argument("--batch", type=int, help="sequences a rank, instead of the size's own")
+    parser.add_argument("--sizes", default=sizes, help=f"layers x width, among {known}")
+    parser.add_argument("--batch", type=int, help="sequences per rank, instead of the size's own")
 
 
 def chosen(options: argparse.Namespace) -> dict[str, Size]:

@@ -147,7 +147,7 @@ def result(name: str, system: str, mine: Rounds, baseline: Rounds) -> dict[str, 
     if not error <= kind.loss_tolerance:
         raise SystemExit(
             f"{system} at {name}: losses differ from {kind.baseline}'s by {error:.1e} relative, "
-            f"more than {kind.loss_tolerance:.0e}; its times would be those of another training"
+            f"more than {kind.loss_tolerance:.0e}; its times would belong to a different training"
         )
     times = [a / b for a, b in zip(mine.wall_s, baseline.wall_s, strict=True)]
     cpus = [a / b for a, b in zip(mine.cpu_s, baseline.cpu_s, strict=True)]

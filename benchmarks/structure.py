@@ -293,7 +293,7 @@ COLUMNS = [Column("what", "what", "what"), Column("count", "count")]
 def main() -> None:
     """Count, show and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write-layout", action="store_true", help="docs/layout.md, no more")
+    parser.add_argument("--write-layout", action="store_true", help="only write docs/layout.md")
     options = parser.parse_args()
     if options.write_layout:
         return write_layout()

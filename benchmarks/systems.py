@@ -150,8 +150,8 @@ SYSTEMS: dict[str, System] = {
 def add_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
     """Add the options that choose systems and their ranks."""
     known = (
-        f"all that need no environment of their own, or of {', '.join(SYSTEMS)}; "
-        "what one is measured against always runs"
+        f"default: all that need no environment of their own. Known: {', '.join(SYSTEMS)}; "
+        "the system that one is compared with always runs"
     )
     parser.add_argument("--systems", default=",".join(systems), help=known)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system")

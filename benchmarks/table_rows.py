@@ -85,7 +85,7 @@ def run(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 COLUMNS = [
     Column("stage", "stage"),
-    Column("tokens", "tokens a rank"),
+    Column("tokens", "tokens per rank"),
     Column("whole_mib", "whole MiB", "{:.2f}"),
     Column("rows_mib", "by rows MiB", "{:.2f}"),
     Column("whole_ms", "whole ms", "{:.1f}"),

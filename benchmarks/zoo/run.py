@@ -238,13 +238,23 @@ def run(options: argparse.Namespace, parts: list[Part]) -> list[Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", default="", help="parts of parts' names, separated by commas")
-    parser.add_argument("--only", default="", help="parts of models' names, separated by commas")
-    parser.add_argument("--plain", action="store_true", help="train plainly alone")
+    parser.add_argument(
+        "--part",
+        default="",
+        help="only parts with one of these texts in their name, separated by commas",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only models with one of these texts in their name, separated by commas",
+    )
+    parser.add_argument("--plain", action="store_true", help="only train plainly")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each model")
-    parser.add_argument("--note", type=Path, help="a file that gets each result as it is made")
-    parser.add_argument("--resume", action="store_true", help="keep what --note has already")
-    parser.add_argument("--keep", default=",".join(GOOD), help="the results that --resume keeps")
+    parser.add_argument("--note", type=Path, help="a file to which each result is appended")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results that are already in --note"
+    )
+    parser.add_argument("--keep", default=",".join(GOOD), help="the verdicts that --resume keeps")
     options = parser.parse_args()
     asked = [name for name in options.part.split(",") if name]
     parts = [p for p in PARTS if not asked or any(name in p.name for name in asked)]

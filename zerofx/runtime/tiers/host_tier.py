@@ -1,8 +1,8 @@
 """Host tier: memory for values between forward and backward, and the copies to and from it.
 
 Host memory is a pool separate from the device's allocator, on CPU-only machines too. A place is
-lent to one call's value for as long as that call holds it, and is then reused. Places are created
-on first need and kept.
+borrowed by one call's value for as long as that call holds it, and is then reused. Places are
+created on first need and kept.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class HostTier:
 
     @property
     def nbytes(self) -> int:
-        """The size of all places in bytes, lent or free."""
+        """The size of all places in bytes, borrowed or free."""
         with self._lock:
             return self._free.size + sum(p.nbytes for p, _ in self._lent.values())
 
@@ -313,13 +313,13 @@ class HostTier:
         self._lane(copy.lane).settle(copy.event)
 
     def settle_place(self, tensor: Tensor) -> None:
-        """Make the host wait for the last copy of a lent place, which it is about to overwrite."""
+        """Make the host wait for the last copy of a borrowed place, before overwriting it."""
         place, _ = self._lent[tensor.data_ptr()]
         if place.event is not None:
             self._lane(H2D).settle(place.event)
 
     def last_copy(self, tensor: Tensor) -> Callable[[], None] | None:
-        """Return a function that waits on its thread for the last copy of a lent place.
+        """Return a function that waits on its thread for the last copy of a borrowed place.
 
         Returns None if that copy has ended, or if there was none.
         """

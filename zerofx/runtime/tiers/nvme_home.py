@@ -161,7 +161,7 @@ class NvmeHome:
         (kind, bucket), start = found
         nbytes = self._places[kind, bucket].memory.numel()
         arrival = self._read(kind, bucket, view.dtype, start, start + view.nbytes, nbytes)
-        # Use separate memory, since a place is lent to its own tensor only. It is mapped, since the
+        # Use separate memory, since a place belongs to its own tensor only. It is mapped, since the
         # allocator's heap would not shrink again.
         out, _ = host_memory(view.nbytes, view.device)
         return out.view(view.dtype).copy_(arrival.wait()).view(view.shape)
