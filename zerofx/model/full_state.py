@@ -29,7 +29,7 @@ class LazyState(OrderedDict[str, Any]):
 
     Nothing is kept: every read creates a new tensor, so that a loop over `items()` holds one at a
     time. On several ranks, a read is a collective call, which all ranks must make in the same
-    order. If a rank reads something else, or stops reading, the error names it. Pickles
+    order. If a rank reads something else, or reads alone, the error names it. Pickles
     (`torch.save`), copies, `dict()` and `load_state_dict` see an ordinary dict, which holds all of
     its values at once.
 

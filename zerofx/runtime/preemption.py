@@ -60,8 +60,8 @@ class Preemption:
     def is_requested(self) -> bool:
         """Return whether any rank has been asked to end; the answer is the same on all ranks.
 
-        Call it on all ranks. It launches no collective: ranks compare notes through the store, as
-        they do before each call of the model.
+        Call it on all ranks. It launches no collective: ranks read each other's notes, as they do
+        before each call of the model.
         """
         if not self._is_known:
             is_well = self._world.all_well("zerofx.Preemption.is_requested", not self._is_here)

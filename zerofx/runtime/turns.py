@@ -156,7 +156,7 @@ class Turns:
         names = self._reduced(shares)
         bits = sum(1 << i for i, n in enumerate(names) if given is None or n in given)
         said = self._engine.world.agree_but_for(
-            "what a backward is to give", "", f"wish={wish}:{bits:x}"
+            "purpose of a backward", "", f"wish={wish}:{bits:x}"
         )
         found = [each.partition("=")[2].partition(":") for each in sorted(said)]
         wishes = {wish for wish, _, _ in found if wish}
@@ -194,7 +194,7 @@ class Turns:
             )
         world = self._engine.world
         while True:
-            found = world.agree_but_for("what runs next", "", f"next={mine}")
+            found = world.agree_but_for("choice of the next program", "", f"next={mine}")
             turn = min(each.partition("=")[2] for each in found)
             if turn == mine:
                 return
