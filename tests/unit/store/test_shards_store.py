@@ -112,7 +112,7 @@ def test_what_cannot_be_laid_out_is_named() -> None:
         ShardStore.build(lazy, layout_of(small_model(), world), world)
     model = small_model()
     model[1].bias.grad = torch.ones(7)
-    with pytest.raises(ShardError, match=r"1.bias has a gradient already.*zero_grad"):
+    with pytest.raises(ShardError, match=r"1.bias already has a gradient.*zero_grad"):
         build(model, world)
 
     def twice(model: nn.Module, store: ShardStore, world: World) -> None:
