@@ -1,8 +1,8 @@
 """One training of a byte GPT in a process of its own, which may have a limit; prints JSON.
 
-The model is made on meta and initialised unit by unit, so that it is whole nowhere. Before anything
-of it exists, the same call is planned on paper: what the process holds then, and what the plan says
-of device and host, is the prediction that the peak is held against.
+The model is created on meta and initialised unit by unit, so that it is never whole. Before any of
+its parameters exists, the same call is planned on paper. The predicted peak is the memory that the
+process holds at that point plus the device and host memory in the plan.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SEED, LR = 0, 1e-3
 
 
 def status_bytes(key: str, pid: int | str = "self") -> int:
-    """Return a figure of a process, "VmRSS" or "VmHWM"; 0 of one that has ended."""
+    """Return a figure of a process in bytes, "VmRSS" or "VmHWM"; 0 if the process has ended."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -30,7 +30,7 @@ def status_bytes(key: str, pid: int | str = "self") -> int:
 
 
 def plan_of(folder: str | None, host_budget: int | None = None) -> zerofx.Plan:
-    """Return the plan: everything on NVMe, or with no folder everything on the device."""
+    """Return the plan: everything on NVMe, or without a folder everything on the device."""
     offload = {"parameters": "nvme", "optimizer": "nvme", "path": folder} if folder else {}
     return zerofx.Plan(
         stage=3, update="in-backward", kernels="aten", offload=offload, host_budget=host_budget
@@ -51,7 +51,7 @@ def on_meta(config: GPTConfig) -> GPT:
 
 
 def on_paper(config: GPTConfig, batch: int, plan: zerofx.Plan) -> dict[str, int]:
-    """Return what a step will hold, in bytes by tier, before there is a parameter."""
+    """Return the memory that a step will hold, in bytes by tier, before any parameter exists."""
     program = zerofx.capture(on_meta(config), tokens(config, batch, 0))
     found = zerofx.rewrite(program, plan).memory().memory
     return {
@@ -62,10 +62,10 @@ def on_paper(config: GPTConfig, batch: int, plan: zerofx.Plan) -> dict[str, int]
 
 
 def run(job: dict[str, Any]) -> dict[str, Any]:
-    """Plan, train, and return losses beside bytes held and predicted.
+    """Plan, train, and return losses with the bytes held and predicted.
 
-    What a limit leaves for the host is the plan's budget, so that the engine refuses what exceeds
-    it before the first step.
+    The memory that a limit leaves for the host is the plan's budget, so that the engine refuses to
+    exceed it before the first step.
     """
     torch.set_num_threads(1)
     config, batch, limit = GPTConfig(**job["model"]), job["batch"], job["limit"]

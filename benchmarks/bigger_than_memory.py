@@ -3,17 +3,18 @@
     python -m benchmarks.bigger_than_memory --folder /nvme/scratch
     python -m benchmarks.bigger_than_memory --folder /nvme/scratch --layers 32 --times 2
 
-Parameters, gradients and Adam's states in fp32 are 16 bytes a parameter. A child process may have a
-`--times`-th of that resident, for all that it has: interpreter, torch, buffers, the program itself,
-pages of files that are mapped. It is killed when it has more, and its highest ever, as the kernel
-counts it, must lie under the limit too. (RLIMIT_DATA would count addresses that hold no memory.)
-The model begins on meta and is never whole. Three runs of one seed: all on NVMe under the limit; on
-the device without one, whose losses must be the same bits; on the device under the limit, which
-must be killed, or the limit would prove nothing.
+Parameters, gradients and Adam's states in fp32 take 16 bytes per parameter. A child process may
+have 1 / `--times` of that as resident memory for everything: interpreter, torch, buffers, the
+program itself, and pages of mapped files. It is killed if it has more, and the peak that the kernel
+reports must be below the limit too. (RLIMIT_DATA would count addresses without memory.) The model
+starts on meta and is never whole. There are three runs with one seed. The first has everything on
+NVMe, under the limit. The second is on the device without a limit; its losses must have the same
+bits. The third is on the device under the limit, and must be killed, otherwise the limit would
+prove nothing.
 
-The highest resident memory is held against the prediction that was made before the first parameter
-existed: what the process held after planning on paper, and what `Program.memory()` says of device
-and host. What is left of the limit for the host is the plan's `host_budget`.
+The peak resident memory is compared with the prediction that was made before the first parameter
+existed: the memory that the process held after planning on paper, plus the device and host memory
+reported by `Program.memory()`. The rest of the limit for the host is the plan's `host_budget`.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from benchmarks.bigger_job import on_meta, status_bytes
 from benchmarks.report import Column, finish, need_memory
 from zerofx.tools.demo.gpt import GPTConfig
 
-STATE_BYTES = 16  # a parameter's: itself, its gradient, two states of Adam, in fp32
-TOLERANCE = 0.10  # of the prediction
-LOOK_S = 0.01  # how often a process with a limit is looked at
-# Told to give back what is freed; left alone, glibc keeps some hundred MiB that no schedule sees.
+STATE_BYTES = 16  # per parameter: itself, its gradient, two states of Adam, in fp32
+TOLERANCE = 0.10  # relative to the prediction
+LOOK_S = 0.01  # interval at which a process with a limit is checked
+# Makes glibc give back freed memory; by default it keeps some hundred MiB that no schedule sees.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144"}
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "2"}
 
 
 def run(job: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    """Run one training in a process of its own, which is killed where it exceeds its limit."""
+    """Run one training in a process of its own, which is killed if it exceeds its limit."""
     with (
         tempfile.TemporaryFile("w+") as out,
         tempfile.TemporaryFile("w+") as err,
@@ -63,7 +64,7 @@ def run(job: dict[str, Any]) -> subprocess.CompletedProcess[str]:
 
 
 def trained(job: dict[str, Any]) -> dict[str, Any]:
-    """Return what a training found; it must end well."""
+    """Return the results of a training, which must succeed."""
     done = run(job)
     if done.returncode:
         raise SystemExit(f"the training ended with code {done.returncode}:\n{done.stderr[-4000:]}")
@@ -71,7 +72,7 @@ def trained(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_killed(job: dict[str, Any]) -> bool:
-    """Say whether a training that has too little memory is ended by that."""
+    """Return whether a training with too little memory is killed for it."""
     done = run(job)
     if done.returncode not in (0, -signal.SIGKILL):
         raise SystemExit(f"the training ended with code {done.returncode}:\n{done.stderr[-4000:]}")
@@ -103,7 +104,7 @@ def row(
     near: dict[str, Any],
     is_too_much: bool,
 ) -> dict[str, Any]:
-    """Return what the runs amount to, and whether all targets are met."""
+    """Return the row for these runs, and whether all targets are met."""
     predicted = far["before_bytes"] + far["device_bytes"] + far["host_bytes"]
     error, is_same = far["peak_bytes"] / predicted - 1, far["losses"] == near["losses"]
     fits = far["peak_bytes"] <= limit
@@ -133,23 +134,25 @@ COLUMNS = [
     Column("predicted_mib", "predicted MiB", "{:.0f}"),
     Column("error", "error", "{:+.1%}"),
     Column("without_mib", "peak without offload MiB", "{:.0f}"),
-    Column("same", "losses the same bits"),
+    Column("same", "losses bit for bit"),
     Column("is_too_much", "killed without offload"),
     Column("met", "met"),
 ]
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--folder", required=True, help="on the disk to use")
+    parser.add_argument("--folder", required=True, help="a folder on the disk to use")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--seq", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--times", type=float, default=4.0, help="states over the limit")
+    parser.add_argument(
+        "--times", type=float, default=4.0, help="size of the states divided by the limit"
+    )
     options = parser.parse_args()
     folder = vars(options).pop("folder")
     torch.set_num_threads(1)

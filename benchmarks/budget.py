@@ -1,11 +1,11 @@
-"""Step time and peak under memory budgets, from all that is needed to the least, beside FSDP2.
+"""Step time and peak under memory budgets, from everything needed down to the least, and FSDP2.
 
     python -m benchmarks.budget               # GPT of 8 layers x 384, and a Llama; 8 budgets each
     python -m benchmarks.budget --quick --models gpt
 
-Every run of zerofx (`activations="auto"`) is held against FSDP2 as it is and with
-`torch.utils.checkpoint` on every block. Peaks are live tensor bytes of the highest rank; the high
-bound counts blocks that a thread of gloo freed unseen until their addresses are used again (see
+Every run of zerofx (`activations="auto"`) is compared with FSDP2, by itself and with
+`torch.utils.checkpoint` on every block. Peaks are live tensor bytes of the highest rank. The upper
+bound counts blocks that a gloo thread freed unobserved until their addresses are used again (see
 zerofx.tools.demo.measure). Times are medians of interleaved rounds.
 """
 
@@ -28,7 +28,7 @@ JOB = "benchmarks.budget_job:Job"
 
 
 def budgets_of(model: str, count: int) -> list[int]:
-    """Return budgets in equal steps from what keeping everything takes to the least."""
+    """Return budgets in equal steps, from the need of keeping everything to the least possible."""
     import zerofx
     from zerofx.analysis.memory.memory import peak_bytes
     from zerofx.errors import BudgetError
@@ -54,7 +54,7 @@ def _named(model: str, budgets: list[int]) -> dict[str, dict[str, Any]]:
 
 
 def measure_peaks(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return each run's peak, the highest of its ranks'."""
+    """Return each run's peak, the highest of its ranks."""
     found = {}
     for name, args in runs.items():
         with Group(name, JOB, args | {"measures": True}, RANKS, QUIET) as group:
@@ -67,7 +67,7 @@ def measure_peaks(runs: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def measure_times(runs: dict[str, dict[str, Any]], rounds: int) -> dict[str, dict[str, list[Any]]]:
-    """Return each run's seconds and CPU seconds a step, by round, and the ranks' losses."""
+    """Return each run's seconds and CPU seconds per step, by round, and the ranks' losses."""
     data: dict[str, dict[str, list[Any]]] = {
         name: {"wall_s": [], "cpu_s": [], "losses": []} for name in runs
     }
@@ -90,7 +90,7 @@ def measure_times(runs: dict[str, dict[str, Any]], rounds: int) -> dict[str, dic
 
 
 def lines_of(model: str, rounds: int, count: int) -> list[dict[str, Any]]:
-    """Return the table's lines of one model."""
+    """Return the table's lines for one model."""
     runs = _named(model, budgets_of(model, count))
     peaks, times = measure_peaks(runs), measure_times(runs, rounds)
     peer = times["fsdp2-checkpoint"]
@@ -137,11 +137,16 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", default="gpt,llama", help=f"of {', '.join(MODELS)}")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--budgets", type=int, default=BUDGETS, help="from all to the least")
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        default=BUDGETS,
+        help="number of budgets, from the largest to the least possible",
+    )
     parser.add_argument("--quick", action="store_true", help="3 budgets, 2 rounds")
     options = parser.parse_args()
     rounds, count = (2, 3) if options.quick else (options.rounds, options.budgets)

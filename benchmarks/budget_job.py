@@ -51,7 +51,7 @@ MODELS = {"gpt": (_gpt, GPT_CONFIG.seq, 256), "llama": (_llama, 256, 512)}
 
 
 def tokens_of(name: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of a rank and step, the same for every system."""
+    """Return the batch of a rank and step, which is the same for every system."""
     _, seq, vocab = MODELS[name]
     given = torch.Generator().manual_seed(1000 * step + rank)
     text = torch.randint(0, vocab, (BATCH, seq + 1), generator=given)
@@ -76,7 +76,7 @@ def fsdp2(model: nn.Module, blocks: list[nn.Module], checkpoints: bool) -> nn.Mo
 
 
 class Job:
-    """One rank of one system: what a worker serves."""
+    """One rank of one system, as a worker's job."""
 
     def __init__(self, model: str, system: str, budget: int | None, measures: bool) -> None:
         torch.set_num_threads(1)

@@ -1,10 +1,10 @@
-"""Cold and warm start to the first step, and what is compiled, against torch.compile.
+"""Cold and warm start to the first step, and the compiled regions, compared with torch.compile.
 
     python -m benchmarks.compile_time         # 4, 12, 24 and 48 layers
     python -m benchmarks.compile_time --quick --systems zerofx
 
-Cold starts have caches of their own, empty; the warm start is a new process with what the cold one
-left there. A start is from launching Python to the end of the first training step.
+Cold starts have their own, empty caches. A warm start is a new process with the caches of the cold
+one. A start is timed from launching Python to the end of the first training step.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TIMEOUT_S = 1800
 
 
 class Job:
-    """What a worker serves: the first step of a model of `layers` layers."""
+    """Job of a worker: the first step of a model of `layers` layers."""
 
     def __init__(self, system: str, layers: int, width: int) -> None:
         torch.set_num_threads(1)
@@ -42,7 +42,7 @@ class Job:
         self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
 
     def first_step(self) -> dict[str, Any]:
-        """Compile and train one step; report seconds and how many regions were compiled."""
+        """Compile and train one step; report seconds and the number of compiled regions."""
         start = time.perf_counter()
         loss = self._model(self._tokens, self._tokens)
         loss.backward()
@@ -55,7 +55,7 @@ class Job:
         return answer
 
     def on_paper(self) -> dict[str, Any]:
-        """Time capture, passes and emission alone."""
+        """Time only capture, passes and emission."""
         import zerofx
 
         start = time.perf_counter()
@@ -71,7 +71,7 @@ class Job:
     def _wrap(system: str, model: GPT) -> nn.Module:
         if system == "torch.compile":
             return torch.compile(model)  # type: ignore[return-value]
-        import zerofx  # here, so that torch.compile's processes stay free of it
+        import zerofx  # imported here, so that torch.compile's processes do not import it
 
         return zerofx.compile(model, zerofx.Plan(), device="cpu")
 
@@ -129,12 +129,17 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=", ".join(SYSTEMS))
     parser.add_argument("--layers", default=LAYERS, help="numbers of layers")
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--ranks", type=int, default=1, help="torch.compile's do not communicate")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        default=1,
+        help="ranks of zerofx; those of torch.compile do not communicate",
+    )
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers only")
     options = parser.parse_args()
     names = options.systems.split(",")

@@ -1,4 +1,4 @@
-"""What `benchmarks.gpu` measures: models, how each system trains them, and the targets."""
+"""Cases of `benchmarks.gpu`: models, how each system trains them, and the targets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from zerofx.tools.demo.gpt import GPTConfig
 
-MEMORY_TOLERANCE = 0.05  # of a predicted peak, to either side
-# of a loss, relative; two orders of the same bf16 sums differ by its last bit: 8 bits of a loss
+MEMORY_TOLERANCE = 0.05  # of a predicted peak, in both directions
+# Of a loss, relative. Two orders of the same bf16 sums differ by its last bit: 8 bits of a loss.
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A bound that a value has to keep: `<=` or `>=`."""
+    """A bound on a value: `<=` or `>=`."""
 
     sign: str
     bound: float
@@ -32,7 +32,7 @@ class Comparison:
     """One ratio of two systems, taken in each round: `over`'s value divided by `under`'s.
 
     key: "step_s", or "peak_bytes", which has no rounds.
-    system: the one of the two whose row it is.
+    system: the one of the two that the row belongs to.
     """
 
     key: str
@@ -49,7 +49,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a system trains: which wrapping, and for zerofx which fields of its plan."""
+    """How a system trains: the wrapper, and for zerofx the fields of its plan."""
 
     kind: str
     plan: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Case:
     """One model, trained by several systems in turn.
 
     reference: the system whose losses the others must reproduce within `loss_tolerance`, relative.
-    takes_batch: whether --batch is about this model.
+    takes_batch: whether --batch applies to this model.
     """
 
     model: GPTConfig
@@ -77,20 +77,20 @@ class Case:
         return LOSS_TOLERANCE[self.precision]
 
     def tiny(self) -> Case:
-        """Return the case at a size that a rehearsal on a CPU runs in no time."""
+        """Return the case at a size that a rehearsal on a CPU runs quickly."""
         model = replace(self.model, width=32, heads=2, seq=16, vocab=97)
         model = replace(model, layers=min(self.model.layers, 2))
         return replace(self, model=model, batch=2, steps=1)
 
 
 def _times_as_fast(system: str, peer: str, at_least: float | None = None) -> Comparison:
-    """Compare step times, the peer's divided by the system's."""
+    """Compare step times: the peer's divided by the system's."""
     target = None if at_least is None else Target(">=", at_least)
     return Comparison("step_s", peer, system, system, target)
 
 
 def _share(key: str, system: str, peer: str, at_most: float | None = None) -> Comparison:
-    """Compare a figure, the system's divided by the peer's."""
+    """Compare a figure: the system's divided by the peer's."""
     target = None if at_most is None else Target("<=", at_most)
     return Comparison(key, system, peer, system, target)
 
@@ -112,7 +112,7 @@ CASES = {
         reference="torch.compile",
         takes_batch=False,
     ),
-    # no blocks: the loss head is all there is, beside one norm, so that it alone is compared
+    # No blocks, so that the loss head is compared alone, except for one norm.
     "loss-head": Case(
         GPTConfig(layers=0, width=2048, heads=16, seq=1024, vocab=50304),
         steps=5,
@@ -146,6 +146,6 @@ CASES = {
 
 
 def case_named(name: str, batch: int | None, rehearse: bool) -> Case:
-    """Return a case as the command line wants it."""
+    """Return a case as configured by the command line."""
     case = CASES[name].tiny() if rehearse else CASES[name]
     return replace(case, batch=batch) if batch and case.takes_batch else case

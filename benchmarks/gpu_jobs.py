@@ -1,6 +1,6 @@
-"""What the processes of `benchmarks.gpu` serve: a training of one system, or optimizer steps.
+"""Jobs of the processes of `benchmarks.gpu`: a training of one system, or optimizer steps.
 
-The same code runs on a CPU for a rehearsal, where the clock is the host's and nothing is compiled.
+The same code runs on a CPU for a rehearsal, with the host's clock and without compilation.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from benchmarks.systems import LR, SEED, fsdp2
 from zerofx.tools.demo.gpt import GPT
 from zerofx.tools.demo.measure import PeakMemory
 
-WARMUP_STEPS, PEAK_STEPS = 6, 2  # the first compile; a CUDA graph is recorded at the second
+WARMUP_STEPS, PEAK_STEPS = 6, 2  # the first compiles; a CUDA graph is recorded at the second
 NUM_BATCHES = 4
-ADAMW_BYTES = 28  # an element's parameter, gradient and two moments read, all but one written
+# Per element: parameter, gradient and two moments are read, all except the gradient written.
+ADAMW_BYTES = 28
 
 
 def device_of(rehearse: bool) -> torch.device:
@@ -29,7 +30,7 @@ def device_of(rehearse: bool) -> torch.device:
 
 
 def seconds(device: torch.device, work: Callable[[], object], repeats: int) -> float:
-    """Return how long one `work` takes: between CUDA events, on a CPU by the host's clock."""
+    """Return the time of one `work`: between CUDA events, on a CPU by the host's clock."""
     if device.type != "cuda":
         began = time.perf_counter()
         for _ in range(repeats):
@@ -67,14 +68,14 @@ class AdamW:
             seconds(self._device, work, 2)
 
     def round(self, number: int) -> dict[str, float]:
-        """Return seconds of each, starting with another one in each round."""
+        """Return seconds of each, starting with a different one in each round."""
         names = list(self._works)
         start = number % len(names)
         order = names[start:] + names[:start]
         return {name: seconds(self._device, self._works[name], self._repeats) for name in order}
 
     def error(self) -> float:
-        """Return how far the two parameters are apart after all steps, relative to their way."""
+        """Return how far the two parameters are apart after all steps, relative to their change."""
         with torch.no_grad():
             apart = torch.linalg.vector_norm(self._mine - self._peer)
             way = torch.linalg.vector_norm(self._peer - self._source)
@@ -105,7 +106,7 @@ class Training:
             self._batches = [self._make_batch(number) for number in range(NUM_BATCHES)]
             self._done = 0
             self._losses = [float(self._step()) for _ in range(WARMUP_STEPS)]
-            if self._device.type == "cuda":  # the other systems' processes need the room
+            if self._device.type == "cuda":  # the other systems' processes need the memory
                 torch.cuda.empty_cache()
             for _ in range(PEAK_STEPS):
                 with memory.step():
@@ -113,7 +114,7 @@ class Training:
         self._peak_bytes = max(peak.high_bytes for peak in memory.steps)
 
     def facts(self) -> dict[str, Any]:
-        """Return what was found on the way here."""
+        """Return facts that were found during setup."""
         return {
             "peak_bytes": self._peak_bytes,
             "workspace_bytes": self._workspace_bytes,
@@ -123,11 +124,11 @@ class Training:
         }
 
     def predicted(self) -> int:
-        """Return the peak that zerofx says this step has."""
+        """Return the peak that zerofx predicts for this step."""
         return self._model.programs[0].memory(basis="compiled").peak_bytes  # type: ignore[union-attr, index]
 
     def round(self, number: int) -> dict[str, float]:
-        """Return seconds a step, after an untimed one: another system ran before."""
+        """Return seconds per step, after an untimed one, because another system ran before."""
         self._step()
         taken = seconds(self._device, self._step, self._case.steps)
         loss = float(self._step())
@@ -153,10 +154,10 @@ class Training:
 
 
 class _InBF16(nn.Module):
-    """A model computed with bf16 copies of its fp32 weights: what zerofx and FSDP2's policy do.
+    """A model computed with bf16 copies of its fp32 weights, as with zerofx and FSDP2's policy.
 
-    The fair peer: autocast computes norms and the sums of residuals in fp32 and so moves more
-    bytes; weights kept in bf16 would leave out the fp32 ones that the optimizer here updates.
+    This is the fair peer. Autocast computes norms and the sums of residuals in fp32 and so moves
+    more bytes. Weights kept in bf16 would leave out the fp32 ones that the optimizer here updates.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -179,7 +180,7 @@ def _wrap(
     if setup.kind == "fsdp2":
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1)
         return fsdp2(model, torch.bfloat16 if is_bf16 else None, device.type)
-    import zerofx  # here, so that the peers' processes stay free of it
+    import zerofx  # imported here, so that the peers' processes do not import it
 
     fields = plan | setup.plan
     if rehearse:
@@ -188,9 +189,10 @@ def _wrap(
 
 
 def _workspace_bytes(device: torch.device) -> int:
-    """Return what matrix products take from torch's allocator once a process, beside tensors.
+    """Return the bytes that matrix products take once per process from torch's allocator.
 
-    No tensor of any program: cuBLAS's workspaces, one for this thread, one for autograd's.
+    They belong to no tensor of any program: cuBLAS's workspaces, one for this thread, one for
+    autograd's.
     """
     if device.type != "cuda":
         return 0

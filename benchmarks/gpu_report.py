@@ -1,4 +1,4 @@
-"""The rows of `benchmarks.gpu`: printed and written as they are done, shown as one table."""
+"""Rows of `benchmarks.gpu`: printed and written as they are completed, shown as one table."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _RAISED = re.compile(r"^[\w.]*(Error|Exception|Exit|Interrupt)\b.*", re.MULTILIN
 
 @dataclass
 class Row:
-    """One line: what was measured of which system, and what it was to reach.
+    """One line: the measurement of one system, and its target.
 
-    value: None where `error` says why, or where the row only carries a system's own figures.
-    low, high: the least and the most of all rounds.
+    value: None if `error` gives a reason, or if the row only has a system's own figures.
+    low, high: the minimum and maximum over all rounds.
     """
 
     case: str
@@ -43,7 +43,7 @@ class Row:
     rounds: dict[str, list[float]] = field(default_factory=dict)
 
     def cells(self) -> dict[str, Any]:
-        """Return what the table shows."""
+        """Return the cells of the table."""
         numbers = {name: getattr(self, name) for name in ("value", "low", "high")}
         shown = {k: None if v is None else self.form.format(v) for k, v in numbers.items()}
         step_s, peak_bytes = self.figures.get("step_s"), self.figures.get("peak_bytes")
@@ -73,7 +73,7 @@ COLUMNS = [
 
 
 def summary(error: str) -> str:
-    """Return the line of an error that names it: the last exception's, else the last one."""
+    """Return the line of an error that names it: the last exception's, or else the last one."""
     found = [match.group() for match in _RAISED.finditer(error)]
     lines = [line for line in error.splitlines() if line.strip()]
     return (found or lines or ["no message"])[-1].strip()
@@ -99,7 +99,8 @@ class Results:
     def add(self, row: Row) -> None:
         """Print a row, and write it with all before it."""
         if row.error is not None and row.error not in {r.error for r in self._rows}:
-            print(row.error, file=sys.stderr, flush=True)  # whole; the table has room for a line
+            # In full; the table only has room for one line.
+            print(row.error, file=sys.stderr, flush=True)
         self._rows.append(row)
         cells = {column.title: column.cell(row.cells()) for column in COLUMNS[3:]}
         said = ", ".join(f"{title} {cell}" for title, cell in cells.items() if cell)
@@ -115,14 +116,14 @@ class Results:
         }
         beside = self._path.with_name(f"{self._path.name}.part")
         beside.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(beside, self._path)  # a run cut here leaves the rows before
+        os.replace(beside, self._path)  # an interrupted run keeps the earlier rows
 
     def finish(self) -> None:
-        """Show the table, and say where its file is."""
+        """Show the table, and print where its file is."""
         where = self._facts.get("gpu") or f"{platform.machine()} CPU"
         title = f"gpu: torch {self._facts['torch']}, {where}, stage {self._options.stage}"
         if self._options.rehearse:
-            title = f"REHEARSAL on a CPU, no figure of it means anything; {title}"
+            title = f"REHEARSAL on a CPU, its figures mean nothing; {title}"
         elif self._options.rounds < 8:
             title += f"; {self._options.rounds} rounds, for a look only"
         show(title, COLUMNS, [row.cells() for row in self._rows])

@@ -1,4 +1,4 @@
-"""From processes to rows: take rounds in turn, compare; each failure stays its own."""
+"""Rows from processes: run rounds in turn and compare; each failure stays separate."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from benchmarks.gpu_runner import Budget, Runner
 ADAMW = "adamw"
 ADAMW_REPEATS = 5
 ADAMW_SHARE = Target(">=", 0.9)
-ADAMW_TOLERANCE = 1e-3  # of the way from the start: what rounding alone leaves of it
-COPY_BYTES = 8  # an fp32 element read, and written
+ADAMW_TOLERANCE = 1e-3  # of the distance from the start: rounding alone stays below it
+COPY_BYTES = 8  # an fp32 element read and written
 
 
 def _ratios(over: list[float], under: list[float]) -> list[float]:
-    """Return each round's ratio; of rounds that only one of the two ran, none."""
+    """Return each round's ratio; skip rounds that only one of the two ran."""
     return [a / b for a, b in zip(over, under, strict=False)]
 
 
@@ -37,7 +37,7 @@ def _short(done: int, rounds: int) -> str:
 
 # -- the flat optimizer step --------------------------------------------------------------------
 def adamw_rows(options: argparse.Namespace, budget: Budget) -> Iterator[Row]:
-    """Yield the share of a copy's bandwidth that our step reaches, and torch's fused one."""
+    """Yield the fraction of a copy's bandwidth that our step reaches, and torch's fused one."""
     args = {
         "elements": options.elements,
         "repeats": ADAMW_REPEATS,
@@ -52,8 +52,8 @@ def adamw_rows(options: argparse.Namespace, budget: Budget) -> Iterator[Row]:
         error = runner.call("error")
         if error is not None and not error <= ADAMW_TOLERANCE:
             runner.fail(
-                f"zerofx's parameter is {error:.1e} of its way off torch's, more than "
-                f"{ADAMW_TOLERANCE:.0e}: that was another step"
+                f"zerofx's parameter differs from torch's by {error:.1e} of its change, more than "
+                f"{ADAMW_TOLERANCE:.0e}: that was a different step"
             )
     runner.close()
     for system, target in (("zerofx", ADAMW_SHARE), ("torch fused", None)):
@@ -78,7 +78,7 @@ def training_rows(name: str, options: argparse.Namespace, budget: Budget) -> Ite
     case = case_named(name, options.batch, options.rehearse)
     with ExitStack() as stack:
         runners = {}
-        for system in case.systems:  # all at once: they compile side by side
+        for system in case.systems:  # all at once: they compile concurrently
             args = {"case": name, "system": system, "batch": options.batch}
             args |= {"stage": options.stage, "rehearse": options.rehearse}
             runners[system] = Runner(system, "Training", args, budget)
@@ -98,7 +98,7 @@ def training_rows(name: str, options: argparse.Namespace, budget: Budget) -> Ite
 
 
 def _take_rounds(runners: list[Runner], rounds: int, budget: Budget) -> None:
-    """Run all in turn, each time starting with the next one."""
+    """Run all in turn, starting with the next one in each round."""
     for number in range(rounds):
         start = number % len(runners)
         for runner in runners[start:] + runners[:start]:
@@ -108,7 +108,7 @@ def _take_rounds(runners: list[Runner], rounds: int, budget: Budget) -> None:
 
 
 def _check_losses(case: Case, runners: dict[str, Runner]) -> None:
-    """Fail those that do not train what the reference trains; their times would mean nothing."""
+    """Fail systems whose training differs from the reference; their times would mean nothing."""
     known = runners[case.reference].facts.get("losses")
     for runner in runners.values():
         mine = runner.facts.get("losses")
@@ -119,12 +119,12 @@ def _check_losses(case: Case, runners: dict[str, Runner]) -> None:
         if not (math.isfinite(error) and error <= case.loss_tolerance):
             runner.fail(
                 f"losses differ from {case.reference}'s by {error:.1e} relative, more than "
-                f"{case.loss_tolerance:.0e}: another training"
+                f"{case.loss_tolerance:.0e}: a different training"
             )
 
 
 def _memory_row(name: str, runner: Runner) -> Row:
-    """Return the predicted peak beside the allocator's; a failure here is this row's alone."""
+    """Return the predicted peak and the allocator's; a failure here affects only this row."""
     row = Row(name, runner.name, "predicted / measured peak - 1", form="{:+.1%}")
     row.target = f"within {MEMORY_TOLERANCE:.0%}"
     predicted, row.error = runner.ask("predicted")

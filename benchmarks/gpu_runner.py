@@ -1,4 +1,4 @@
-"""One process of `benchmarks.gpu` seen from the command: its answers, or what became of it."""
+"""One process of `benchmarks.gpu` as seen by the command: its answers, or its failure."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 
 from benchmarks.pool import Group, WorkerError
 
-ROUND_S = 15  # a round of any system ends well within it
+ROUND_S = 15  # a round of any system takes less
 QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 class Budget:
-    """The time that the whole command may take."""
+    """The time limit of the whole command."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s, self._end = limit_s, time.monotonic() + limit_s
 
     def left_s(self) -> float:
-        """Return what is left.
+        """Return the remaining seconds.
 
         Raises:
-            WorkerError: nothing is.
+            WorkerError: none remain.
         """
         left = self._end - time.monotonic()
         if left <= 0:
             raise WorkerError(
-                f"not run: --limit {self._limit_s:.0f} s is used up; choose less by --only, or "
-                "a larger limit"
+                f"not run: --limit {self._limit_s:.0f} s is used up. Choose fewer cases with "
+                "--only, or a larger limit"
             )
         return left
 
     @property
     def is_spent(self) -> bool:
-        """Whether no further round should begin: it would be cut, and cost those before it."""
+        """Whether no further round should begin: it would be cut short and spoil earlier ones."""
         return time.monotonic() >= self._end - ROUND_S
 
 
@@ -57,14 +57,14 @@ class Runner:
             self._try(lambda: self._group.ready(self._budget.left_s()))
 
     def call(self, method: str, **args: Any) -> Any:
-        """Return what a method of the job returns; None where it, or one before, has failed."""
+        """Return the result of a job's method; None if it, or an earlier call, has failed."""
         if self._group is None:
             return None
         answers = self._try(lambda: self._group.call(method, self._budget.left_s(), **args))
         return None if answers is None else answers[0]
 
     def ask(self, method: str) -> tuple[Any, str | None]:
-        """Return a method's result, or its error, which leaves the process as it was."""
+        """Return a method's result, or its error, which leaves the process usable."""
         if self._group is None:
             return None, self.error
         try:
@@ -81,7 +81,7 @@ class Runner:
         self.close()
 
     def close(self) -> None:
-        """End the process, which gives the device's memory back."""
+        """End the process, which frees its device memory."""
         if self._group is not None:
             self._group.close()
             self._group = None

@@ -1,12 +1,12 @@
-"""Models with islands against FSDP2: step time, CPU seconds and peak memory of a rank.
+"""Models with islands compared with FSDP2: step time, CPU seconds and peak memory of a rank.
 
     python -m benchmarks.islands                          # every model, 2 ranks, stage 3
     python -m benchmarks.islands --only packed --kernels inductor
 
-Each model has blocks whose forward no static graph follows. FSDP2 shards every block and the root.
-Both live in the same processes and take turns, a step each; ratios are medians over the turns. The
-peak is measured in processes of its own. Before anything counts, both are compared with each other:
-losses must agree to 1e-4.
+Each model has blocks whose forward cannot be captured as a static graph. FSDP2 shards every block
+and the root. Both run in the same processes and take turns, one step each; ratios are medians over
+the turns. The peak is measured in separate processes. Before anything counts, both are compared
+with each other: losses must agree to 1e-4.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AGREEMENT = 1e-4
 
 # -- models ---------------------------------------------------------------------------------------
 class Experts(nn.Module):
-    """Top-1 experts as they are written by hand."""
+    """Top-1 experts, written by hand."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Experts(nn.Module):
 
 
 class Packed(nn.Module):
-    """An LSTM over sequences of other lengths each."""
+    """An LSTM over sequences of different lengths."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 class Text(nn.Module):
     """Blocks over embedded tokens; every second one has the special part, if there is one.
 
-    drops: whether blocks are left out at random, on all ranks the same, as FSDP2 needs it.
+    drops: whether blocks are dropped at random, on all ranks alike, as FSDP2 needs it.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Trainee:
 
 
 def compare(rank: int, name: str, options: argparse.Namespace, folder: str) -> None:
-    """Let both take turns; rank 0 leaves what it measured."""
+    """Let both take turns; rank 0 writes the measurements."""
     join(rank, folder, "compare")
     trainees = {system: Trainee(name, system, options) for system in ("zerofx", "fsdp2")}
     row = turns.compare(trainees, options.turns, AGREEMENT)
@@ -155,7 +155,7 @@ def compare(rank: int, name: str, options: argparse.Namespace, folder: str) -> N
 
 
 def weigh(rank: int, name: str, system: str, options: argparse.Namespace, folder: str) -> None:
-    """Leave the peak of a step on rank 0."""
+    """Write the peak of a step on rank 0."""
     join(rank, folder, system)
     _, peak = turns.peak_bytes(lambda: Trainee(name, system, options))
     if rank == 0:
@@ -189,9 +189,13 @@ def measured(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default="", help="parts of models' names, separated by commas")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only models with one of these texts in their name, separated by commas",
+    )
     parser.add_argument("--kernels", default="aten", choices=["inductor", "aten"])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16)

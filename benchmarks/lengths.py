@@ -1,12 +1,12 @@
-"""Text padded to the longest of each batch: how many programs train it, and what a step costs.
+"""Text padded to the longest of each batch: the number of programs, and the cost of a step.
 
     python -m benchmarks.lengths                    # 300 steps of 100 lengths, under Inductor
     python -m benchmarks.lengths --kernels aten
 
-Beside the run, steps of a few lengths are compared: with one program per length (`static`), or with
+In addition, steps of a few lengths are compared: with one program per length (`static`), or with
 `torch.compile(dynamic=True)` (`compile`). The two take turns, and each counts the CPU time of its
-process, which other work on the machine changes little. The ratio is the median over the turns.
-The peak of a step at the longest text is compared with the prediction, for a declared bound.
+process, which other work on the machine changes little. The ratio is the median over the turns. The
+peak of a step at the longest text is compared with the prediction for a declared bound.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from benchmarks.report import Column, finish
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 from zerofx.tools.demo.measure import PeakMemory
 
-DIMS = ("x.shape[1]", "y.shape[1]")  # of the texts, and of what is to be predicted
+DIMS = ("x.shape[1]", "y.shape[1]")  # of the texts, and of the targets
 
 
 class Trainee:
-    """A model with its optimizer; counts the programs that it was compiled to."""
+    """A model with its optimizer; counts the programs that were compiled for it."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(self, ids: Tensor) -> float:
-        """Train one step; return the CPU seconds that it took."""
+        """Train one step; return its CPU seconds."""
         begin = time.process_time()
         self.model(ids, ids).backward()
         self.optimizer.step()
@@ -46,7 +46,7 @@ class Trainee:
 
 
 def compiled(config: GPTConfig, **plan: Any) -> Trainee:
-    """Return a model of one process under a plan."""
+    """Return a compiled model of one process under a plan."""
     torch.manual_seed(0)
     return Trainee(zerofx.compile(GPT(config), plan))
 
@@ -56,7 +56,7 @@ def texts(config: GPTConfig, rows: int, length: int) -> Tensor:
 
 
 def count_programs(trainee: Trainee, batches: list[Tensor]) -> int:
-    """Train on all batches; return how many programs that took."""
+    """Train on all batches; return how many programs were needed."""
     made: list[object] = []
     trainee.model._programs.on_bound = made.append
     for ids in batches:
@@ -79,7 +79,7 @@ def ratio(ours: Trainee, theirs: Trainee, batches: list[Tensor], turns: int) -> 
 
 
 def peak(config: GPTConfig, kernels: str, rows: int, longest: int) -> tuple[int, int]:
-    """Return what a step at the bound takes at most, and what was predicted for it."""
+    """Return the peak of a step at the bound, and its prediction."""
     ids = texts(config, rows, longest)
     shorter = texts(config, rows, longest // 2)
     with PeakMemory(torch.device("cpu")) as memory:
@@ -104,7 +104,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kernels", default="inductor", choices=["inductor", "aten"])
     parser.add_argument("--steps", type=int, default=300)
@@ -112,7 +112,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--compared", type=int, default=4, help="lengths whose steps are compared")
+    parser.add_argument(
+        "--compared", type=int, default=4, help="number of lengths whose steps are compared"
+    )
     parser.add_argument("--turns", type=int, default=8)
     options = parser.parse_args()
     longest = options.lengths + 28

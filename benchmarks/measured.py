@@ -1,4 +1,4 @@
-"""A steady training step of one rank, measured: what its allocator saw, beside the prediction."""
+"""A steady training step of one rank, measured by its allocator, with the prediction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zerofx.ir.program import Loop
 from zerofx.layout.tiers import Tier
 from zerofx.tools.demo.measure import Peak, PeakMemory
 
-MEASURED = 2  # the steps before it make what stays (states); the one behind it frees what it left
+MEASURED = 2  # earlier steps create lasting states; the next step frees the rest
 Forward = Callable[[nn.Module, int], Tensor]  # (model, number of the batch) -> the loss
 
 
@@ -44,7 +44,7 @@ class Trained:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes on the host: places for what is on its way, and what lives there."""
+        """Bytes on the host: places for values in transfer, and shards that live there."""
         engine = self.model._engine
         store, layout = engine.store, engine.store.layout
         found, owners = int(engine.host.nbytes), set()
@@ -73,7 +73,7 @@ def train(
     loop: Loop | None = None,
     before_step: Callable[[zerofx.CompiledModule], object] | None = None,
 ) -> Trained:
-    """Train for some steps with AdamW on this rank, and measure one in the steady state.
+    """Train some steps with AdamW on this rank, and measure one in the steady state.
 
     before_step: called before each step, so that counters can be read.
     """
@@ -87,11 +87,11 @@ def train(
         step(first, torch.optim.SGD(first.parameters(), lr=0.0), forward, 0, how)
     programs = first._programs.known
     del first
-    with PeakMemory(on) as memory:  # sees the model from its first allocation on
+    with PeakMemory(on) as memory:  # observes the model from its first allocation on
         model = zerofx.compile(build(), plan, device=on, machine=machine)
-        # else capture's operators would be profiled too, which is slow
+        # otherwise capture's operators would be profiled too, which is slow
         model._programs.known.update(programs)
-        # states that torch's own makes on the host would count as a CPU device's
+        # states that torch's own optimizer creates on the host would count as a CPU device's
         is_away = plan.get("offload", {}).get("optimizer", "none") != "none"
         if plan.get("update") == "in-backward" or is_away:
             optimizer: torch.optim.Optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)

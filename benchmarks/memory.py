@@ -1,10 +1,10 @@
-"""Peak live tensor bytes of a rank, as torch's allocator counts them, beside the prediction.
+"""Peak live tensor bytes of a rank, as counted by torch's allocator, with the prediction.
 
     python -m benchmarks.memory               # stages 0 to 3 against FSDP2
     python -m benchmarks.memory --sizes 4x128 --systems zerofx-3
 
-The measured peak comes with two bounds (see zerofx.tools.demo.measure): they differ by blocks that
-a thread of gloo freed unseen. Ratios compare our high bound with FSDP2's low one.
+The measured peak comes with two bounds (see zerofx.tools.demo.measure). They differ by blocks that
+a gloo thread freed unobserved. Ratios compare our upper bound with FSDP2's lower one.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 class Job:
-    """What a worker serves: a short training under the profiler."""
+    """Job of a worker: a short training under the profiler."""
 
     def __init__(self, system: str, size: str, batch: int) -> None:
         self._system, self._size, self._batch = system, size, batch
 
     def run(self) -> dict[str, Any]:
-        """Train a few steps from nothing; report the peaks and the prediction."""
+        """Train a few steps from the start; report the peaks and the prediction."""
         with PeakMemory(torch.device("cpu")) as memory:
             trainer = Trainer(self._system, SIZES[self._size].model)
             batches = make_batches(self._size, self._batch, trainer.rank, trainer.ranks)
@@ -53,7 +53,7 @@ class Job:
 
 
 def measure(name: str, batch: int, system: str, ranks: int) -> dict[str, Any]:
-    """Return the highest of the ranks' answers."""
+    """Return the highest of the ranks' results."""
     args = {"system": system, "size": name, "batch": batch}
     env = SYSTEMS[system].env | QUIET
     with Group(system, "benchmarks.memory:Job", args, ranks, env) as group:
@@ -94,11 +94,11 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     systems.add_options(parser, DEFAULT)
     sizes.add_options(parser, "4x128,8x384,4x1024")
-    parser.add_argument("--quick", action="store_true", help="the smallest of the sizes only")
+    parser.add_argument("--quick", action="store_true", help="only the smallest size")
     options = parser.parse_args()
     lines = []
     wanted = list(sizes.chosen(options).items())

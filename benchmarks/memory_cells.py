@@ -1,4 +1,4 @@
-"""The cells of the memory matrix: models, plans, and what one cell predicts and measures."""
+"""Cells of the memory matrix: models, plans, and the prediction and measurement of one cell."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from zerofx.tools.demo.gpt import GPT, GPTConfig
 SEQ, WIDTH, LAYERS, VOCAB = 64, 192, 4, 2048
 FEW, MANY = 2, 8  # samples: weights outweigh activations, or the other way round
 SIDE, LABELS = 64, 1024
-COUNTED = 12  # times that a pair comes up: more count alike
-SHARE = 0.4  # of the way from what recomputing takes to what keeping takes
+COUNTED = 12  # occurrences of a pair: higher counts are treated alike
+SHARE = 0.4  # fraction of the way from the need of recomputing to that of keeping
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model: how it is made, the arguments of a call, and which weights are tiled by name."""
+    """One model: its constructor, the arguments of a call, and its tiled weights by name."""
 
-    build: Callable[[int], nn.Module]  # of so many layers
+    build: Callable[[int], nn.Module]  # takes the number of layers
     batch: Callable[[int, int], dict[str, Tensor]]  # (number, samples)
     tiling: dict[str, int]
 
     def forward(self, model: nn.Module, number: int, samples: int) -> Tensor:
-        """Return the loss of a batch; other results are dropped at once, as most loops do."""
+        """Return the loss of a batch; other results are dropped at once, as in most loops."""
         found = model(**self.batch(number, samples))
         return found if isinstance(found, Tensor) else found.loss
 
@@ -62,9 +62,9 @@ def _pixels(number: int, samples: int) -> dict[str, Tensor]:
 
 
 def _hf(kind: str, head: str, depth: str, **fields: Any) -> Callable[[int], nn.Module]:
-    """Return how to make a model of transformers from a small configuration.
+    """Return a constructor of a transformers model from a small configuration.
 
-    depth: the field that takes the number of layers; of a ResNet, half of it in each of 3 stages.
+    depth: the field that takes the number of layers; for a ResNet, half of it in each of 3 stages.
     """
 
     def build(layers: int) -> nn.Module:
@@ -151,7 +151,7 @@ class Cell:
 
     @property
     def samples(self) -> int:
-        """Samples a batch: tiling="auto" cuts only what is large beside the activations."""
+        """Samples per batch: tiling="auto" only cuts what is large next to activations."""
         return FEW if self.tiling == "auto" else MANY
 
     def pairs(self) -> list[tuple[tuple[str, Any], ...]]:
@@ -160,7 +160,7 @@ class Cell:
 
 
 def all_cells() -> Iterator[Cell]:
-    """Yield every combination that means something, in a fixed order."""
+    """Yield every combination that is meaningful, in a fixed order."""
     for chosen in itertools.product(*CHOICES.values()):
         cell = Cell(*chosen)
         is_tiled = cell.tiling == "off" or (cell.stage, cell.world) == (3, 2)
@@ -169,8 +169,10 @@ def all_cells() -> Iterator[Cell]:
 
 
 def cover(count: int) -> list[Cell]:
-    """Return `count` cells in which every pair of choices occurs, as evenly as a greedy choice has
-    them: each next one is the cell whose pairs have come up least.
+    """Return `count` cells in which every pair of choices occurs.
+
+    They are chosen greedily, for an even count of pairs: each next cell is the one whose pairs have
+    occurred least.
 
     Raises:
         ValueError: `count` cells leave out a pair.
@@ -207,7 +209,7 @@ _ACTIVATIONS = {"half": 0.5, "offload": {"*": "offload"}}
 
 
 def plan_of(cell: Cell) -> dict[str, Any]:
-    """Return a cell's plan; its budget, where it needs one, lies below what keeping all takes."""
+    """Return a cell's plan; its budget, if needed, is below the need of keeping everything."""
     plan: dict[str, Any] = {
         "stage": cell.stage,
         "kernels": cell.kernels,
@@ -226,7 +228,7 @@ def plan_of(cell: Cell) -> dict[str, Any]:
 
 
 def _between(cell: Cell, share: float) -> int:
-    """Return a budget so far from what recomputing takes to what keeping takes, both untiled."""
+    """Return a budget at this fraction between recomputing and keeping, both untiled."""
     program = captured(cell.model, cell.layers, cell.samples)
     least, most = (
         peak_bytes(zerofx.rewrite(program, {"stage": cell.stage, "activations": a}, cell.world))
@@ -242,7 +244,7 @@ def captured(model: str, layers: int, samples: int) -> Program:
 
 
 def run(cell: Cell) -> dict[str, Any]:
-    """Train a cell on this rank; return what was predicted and what was measured, in bytes."""
+    """Train a cell on this rank; return the predicted and measured bytes."""
     model = MODELS[cell.model]
     loop = Loop(cell.accumulation, cell.no_sync)
     trained = train(

@@ -1,12 +1,12 @@
-"""Predicted against measured peak bytes of a rank, over models, stages, plans and kernels.
+"""Predicted and measured peak bytes of a rank, over models, stages, plans and kernels.
 
-    python -m benchmarks.memory_matrix                 # 64 cells in which every pair of choices is
-    python -m benchmarks.memory_matrix --only llama    # the cells whose name has this in it
-    python -m benchmarks.memory_matrix --kernels aten  # without what Inductor has to compile
+    python -m benchmarks.memory_matrix                 # 64 cells that contain every pair of choices
+    python -m benchmarks.memory_matrix --only llama    # the cells with this in their name
+    python -m benchmarks.memory_matrix --kernels aten  # without regions compiled by Inductor
 
-A cell trains three steps with AdamW; its measured peak is that of the last whole step, optimizer
-included, of the highest rank. It comes with two bounds (see zerofx.tools.demo.measure), and the
-error is the prediction's distance from the nearer of them, 0 where it lies between them.
+A cell trains three steps with AdamW. Its measured peak is that of the last whole step, optimizer
+included, of the highest rank. It comes with two bounds (see zerofx.tools.demo.measure). The error
+is the prediction's distance from the nearer of them, 0 if it is between them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ QUIET = {"KINETO_LOG_LEVEL": "99", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 class Job:
-    """What a worker serves: one cell after another, on the ranks that its group has."""
+    """Job of a worker: one cell after another, on the ranks of its group."""
 
     def __init__(self) -> None:
         import torch
@@ -38,18 +38,18 @@ class Job:
 
 
 def error_of(predicted_bytes: int, low_bytes: int, high_bytes: int) -> float:
-    """Return how far a prediction lies from what was measured, relative; 0 between the bounds."""
+    """Return the relative error of a prediction; 0 if it is between the measured bounds."""
     nearest = min(max(predicted_bytes, low_bytes), high_bytes)
     return predicted_bytes / nearest - 1
 
 
 def host_error(predicted_bytes: int, measured_bytes: int) -> float:
-    """Return how far the host's bytes were predicted from what they are, relative; 0 of nothing."""
+    """Return the relative error of the host's predicted bytes; 0 if there are none."""
     return predicted_bytes / measured_bytes - 1 if measured_bytes else float(predicted_bytes > 0)
 
 
 def line(cell: Cell, answers: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    """Return the table's line of one cell: of its ranks, the one that is furthest off."""
+    """Return the table's line for one cell: for the rank with the largest error."""
     errors = [error_of(a["predicted_bytes"], a["low_bytes"], a["high_bytes"]) for a in answers]
     worst = max(range(len(answers)), key=lambda rank: abs(errors[rank]))
     mine = answers[worst]
@@ -68,7 +68,7 @@ def line(cell: Cell, answers: list[dict[str, Any]], seconds: float) -> dict[str,
 
 
 def worst_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the worst error and the mean over the cells of each choice."""
+    """Return the worst and the mean error over the cells of each choice."""
     groups: dict[tuple[str, Any], list[float]] = defaultdict(list)
     for row in rows:
         for name in CHOICES:
@@ -104,7 +104,7 @@ WORST = [
 
 
 def measure(cells: list[Cell]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Run the cells, each world's in one group of processes; return rows, and cells that failed."""
+    """Run the cells, one group of processes per world; return rows, and cells that failed."""
     rows, failed = [], []
     for world in sorted({cell.world for cell in cells}):
         left = [cell for cell in cells if cell.world == world]
@@ -132,11 +132,11 @@ def _measured(group: Group, cell: Cell) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", type=int, default=COUNT)
-    parser.add_argument("--only", default="", help="a part of the cells' names, as they are shown")
-    parser.add_argument("--kernels", choices=CHOICES["kernels"], help="these kernels only")
+    parser.add_argument("--only", default="", help="only cells with this text in their name")
+    parser.add_argument("--kernels", choices=CHOICES["kernels"], help="only these kernels")
     options = parser.parse_args()
     cells = [
         cell
@@ -170,7 +170,8 @@ def _page(rows: list[dict[str, Any]]) -> str:
     return (
         f"# Predicted and measured peak bytes of a rank\n\n{_summary(rows)}.\n\n"
         f"torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}; AdamW, one whole step in "
-        "the steady state, the rank that is furthest off. `python -m benchmarks.memory_matrix`\n\n"
+        "the steady state, of the rank with the largest error. "
+        "`python -m benchmarks.memory_matrix`\n\n"
         f"{markdown(COLUMNS, rows)}\n## By choice\n\n{markdown(WORST, worst_of(rows))}"
     )
 

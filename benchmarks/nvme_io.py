@@ -1,16 +1,16 @@
-"""Bytes to and from disk: zerofx.nvme against fio, same file, same request sizes, one run.
+"""Disk bandwidth: zerofx.nvme compared with fio, with the same file and request sizes in one run.
 
     python -m benchmarks.nvme_io --folder /nvme/scratch
 
-Each round measures every system once for each direction and request size, in an order drawn again;
-ratios are taken within a round, and their median over the rounds is shown. All systems bypass the
-page cache and keep `--depth` requests under way: libaio in one thread, psync and zerofx in as many
-threads. CPU is user and system time of the job itself, as fio reports its own.
+Each round measures every system once for each direction and request size, in a new random order.
+Ratios are taken within a round, and their median over the rounds is shown. All systems bypass the
+page cache and keep `--depth` requests in flight: libaio in one thread, psync and zerofx in as many
+threads. CPU is user and system time of the job itself, like the one that fio reports.
 
-zerofx           zerofx.nvme.File with one request for each request of fio, as it comes: pieces of
-                 4 MiB, by which large requests are split and small neighbouring ones merged
+zerofx           zerofx.nvme.File with one request for each request of fio, by default: pieces of
+                 4 MiB, into which large requests are split and small neighbouring ones merged
 zerofx unmerged  pieces of the size of a request, so that each is one call, as in fio
-zerofx checked   zerofx.nvme.NvmeStore: an extent a request, with a checksum for every 256 KiB
+zerofx checked   zerofx.nvme.NvmeStore: one extent per request, with a checksum for every 256 KiB
 zerofx plain     zerofx.nvme.File with tensors of torch.empty, which are copied to be aligned
 """
 
@@ -44,13 +44,13 @@ SYSTEMS = ("zerofx", "zerofx unmerged", "zerofx checked", "zerofx plain", *FIO)
 
 @dataclass
 class Taken:
-    """What one measurement found."""
+    """The result of one measurement."""
 
     gb_per_s: float
     cpu_s_per_gb: float
 
 
-Measure = Callable[[bool], Taken]  # is_write -> what it found
+Measure = Callable[[bool], Taken]  # is_write -> the result
 
 
 def cpu_s() -> float:
@@ -71,11 +71,13 @@ def moved(submit: Callable[[int], nvme.Request], number: int, nbytes: int) -> Ta
 def our_file(
     path: Path, memory: torch.Tensor, size: int, depth: int, piece: int
 ) -> Iterator[Measure]:
-    """Give what measures a File."""
+    """Yield a function that measures a File."""
     parts = memory.split(size)
     with nvme.IOEngine(depth, piece) as engine, nvme.File(path, "r+", engine=engine) as file:
         if not file.is_direct:
-            raise SystemExit(f"{path.parent} is on a file system without O_DIRECT; try --folder")
+            raise SystemExit(
+                f"{path.parent} is on a file system without O_DIRECT. Choose another --folder"
+            )
 
         def submit_write(i: int) -> nvme.Request:
             return file.submit_write(parts[i], i * size)
@@ -90,7 +92,7 @@ def our_file(
 
 @contextmanager
 def our_store(folder: Path, memory: torch.Tensor, size: int, depth: int) -> Iterator[Measure]:
-    """Give what measures a store with its checksums."""
+    """Yield a function that measures a store with its checksums."""
     parts = memory.split(size)
     names = [f"extent{i}" for i in range(len(parts))]
     extents = dict.fromkeys(names, size)
@@ -105,14 +107,14 @@ def our_store(folder: Path, memory: torch.Tensor, size: int, depth: int) -> Iter
         def submit_read(i: int) -> nvme.Request:
             return store.read(names[i], parts[i])
 
-        moved(submit_write, len(parts), memory.numel())  # nothing can be read before
+        moved(submit_write, len(parts), memory.numel())  # nothing can be read before it is written
         yield lambda is_write: moved(
             submit_write if is_write else submit_read, len(parts), memory.numel()
         )
 
 
 def fio(engine: str, path: Path, nbytes: int, size: int, depth: int, is_write: bool) -> Taken:
-    """Run fio once over the file, and read its report."""
+    """Run fio once over the file, and parse its report."""
     num_jobs = depth if engine == "psync" else 1
     share = nbytes // num_jobs
     command = [
@@ -124,7 +126,7 @@ def fio(engine: str, path: Path, nbytes: int, size: int, depth: int, is_write: b
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise SystemExit(f"{' '.join(command)}: exit {run.returncode}\n{run.stderr}{run.stdout}")
-    # warnings may stand before the report
+    # warnings may precede the report
     jobs = json.loads(run.stdout[run.stdout.index("{") :])["jobs"]
     kind = "write" if is_write else "read"
     total = sum(job[kind]["io_bytes"] for job in jobs)
@@ -137,7 +139,7 @@ def fio(engine: str, path: Path, nbytes: int, size: int, depth: int, is_write: b
 def measures(
     stack: ExitStack, systems: list[str], folder: Path, nbytes: int, size: int, depth: int
 ) -> dict[str, Measure]:
-    """Return what measures each system at one request size."""
+    """Return a function that measures each system at one request size."""
     path = folder / "file"
     aligned = nvme.aligned_empty(nbytes, dtype=torch.uint8)
     fill(aligned)
@@ -160,7 +162,7 @@ def measures(
 
 
 def fill(memory: torch.Tensor) -> None:
-    """Fill with what no device can shorten."""
+    """Fill with data that no device can compress."""
     memory.view(torch.int64).random_()
 
 
@@ -225,20 +227,20 @@ def chosen(options: argparse.Namespace) -> list[str]:
         raise SystemExit(f"--systems: unknown {', '.join(unknown)}; known {', '.join(SYSTEMS)}")
     if set(systems) & set(FIO) and shutil.which("fio") is None:
         raise SystemExit(
-            "fio is not installed, so that there is nothing to compare with: install the package "
+            "fio is not installed, so there is nothing to compare with. Install the package "
             "fio (Debian, Fedora and others have it), or choose --systems zerofx"
         )
     return systems
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", default="build", help="a folder on the disk to measure")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help=f"of {', '.join(SYSTEMS)}")
-    parser.add_argument("--sizes", default="256KiB,1MiB,8MiB", help="bytes of a request")
+    parser.add_argument("--sizes", default="256KiB,1MiB,8MiB", help="bytes per request")
     parser.add_argument("--bytes", default="512MiB", help="moved by each measurement")
-    parser.add_argument("--depth", type=int, default=4, help="requests under way")
+    parser.add_argument("--depth", type=int, default=4, help="requests in flight")
     parser.add_argument("--rounds", type=int, default=12, help="a claim needs 8 or more")
     options = parser.parse_args()
     systems = chosen(options)
@@ -252,7 +254,7 @@ def main() -> None:
             file.reserve(nbytes)
         for size in options.sizes.split(","):
             lines += measure(parse_bytes(size), systems, options, Path(home))
-    del options.folder  # its name is no condition of the figures
+    del options.folder  # its name does not affect the figures
     finish("nvme_io", COLUMNS, lines, options)
 
 

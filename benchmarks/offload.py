@@ -1,16 +1,16 @@
-"""Offload beside the offload of other systems: step time and CPU seconds from interleaved rounds.
+"""Offload compared with that of other systems: step time and CPU seconds, in interleaved rounds.
 
     python -m benchmarks.offload                       # without the peers that need an environment
     python -m benchmarks.offload --deepspeed-python PATH --torchao-python PATH
 
-How to make those environments: benchmarks/peers.py. A peer without one, or that cannot run on this
-machine, is left out and the reason said. Everything runs on the CPU, with one thread a rank: the
-device tier of zerofx is a pool of its own, DeepSpeed's states and shards lie beside what it
-computes with, and FSDP2's offload, whose shards lie on the host anyhow, does nothing.
+benchmarks/peers.py describes how to create those environments. A peer without one, or that cannot
+run on this machine, is left out with the reason. Everything runs on the CPU, with one thread per
+rank. zerofx's device tier is a separate pool. DeepSpeed's states and shards are next to the memory
+that it computes with. FSDP2's offload does nothing, because its shards are on the host anyway.
 
 Before anything is timed, the losses of every system are compared with those of plain training in
 one process, whose gradients are the mean over the ranks' batches. Ratios are taken within a round,
-against FSDP2 without offload, and against DeepSpeed.
+to FSDP2 without offload, and to DeepSpeed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from benchmarks.step_time import (
 from benchmarks.systems import BASELINE, SEED, SYSTEMS, fused_adamw
 from zerofx.tools.demo.gpt import GPT
 
-LOSS_TOLERANCE = 1e-5  # relative, of plain training
+LOSS_TOLERANCE = 1e-5  # relative to plain training
 CHECK_STEPS = 5
 DEEPSPEED = "deepspeed-offload"
-TARGET = 1.0  # of FSDP2's step time, for whatever zerofx offloads
+TARGET = 1.0  # of FSDP2's step time, for everything that zerofx offloads
 DEFAULT = [
     "zerofx-3-flat", "zerofx-3-host-states", "zerofx-3-host", "zerofx-3-host-in-backward",
     "fsdp2-offload", DEEPSPEED, "torchao-offload",
@@ -69,17 +69,17 @@ def plain_losses(name: str, batch: int, ranks: int, steps: int) -> list[list[flo
 
 
 def check(system: str, name: str, mine: Rounds, plain: list[list[float]]) -> None:
-    """Refuse a system that does not train what plain training trains."""
+    """Refuse a system whose losses differ from those of plain training."""
     error = loss_error(mine.losses, plain, SYSTEMS[system].communicates)
     if not error <= LOSS_TOLERANCE:
         raise SystemExit(
             f"{system} at {name}: losses differ from plain training's by {error:.1e} relative, "
-            f"more than {LOSS_TOLERANCE:.0e}; its times would be those of another training"
+            f"more than {LOSS_TOLERANCE:.0e}; its times would belong to a different training"
         )
 
 
 class Field:
-    """The systems of one run: who takes part, in which interpreter, and why others do not."""
+    """The systems of one run: the participants, their interpreters, and why others are left out."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.names = systems.chosen(options)
@@ -91,7 +91,7 @@ class Field:
             self._find(package, vars(options).pop(f"{package}_python"))
 
     def _find(self, package: str, python: str | None) -> None:
-        """Look for a peer; what a result file says of it is its version, not where it lies."""
+        """Look for a peer; a result file contains its version, not its path."""
         theirs = [name for name in self.names if SYSTEMS[name].package == package]
         if not theirs:
             return
@@ -124,7 +124,7 @@ class Field:
 
 
 def measure(name: str, size: Size, field: Field, rounds: int) -> dict[str, Rounds]:
-    """Start all systems, check what they train, and time them in interleaved rounds."""
+    """Start all systems, check their losses, and time them in interleaved rounds."""
     plain = plain_losses(name, size.batch, field.ranks, WARMUP_STEPS + 1 + CHECK_STEPS + 1)
     with ExitStack() as stack:
         groups, data = {}, {}
@@ -141,7 +141,7 @@ def measure(name: str, size: Size, field: Field, rounds: int) -> dict[str, Round
 
 
 def line(name: str, system: str, data: dict[str, Rounds]) -> dict[str, Any]:
-    """Return one system's line: as in step_time, and beside DeepSpeed."""
+    """Return one system's line: as in step_time, with ratios to DeepSpeed."""
     row = result(name, system, data[system], data[BASELINE])
     row["target"] = TARGET if system.startswith("zerofx-3-host") else None
     row["deepspeed_ratio"] = None
@@ -152,7 +152,7 @@ def line(name: str, system: str, data: dict[str, Rounds]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     systems.add_options(parser, DEFAULT)
     sizes.add_options(parser, "4x128,8x384")
@@ -171,7 +171,7 @@ def main() -> None:
 
 
 def _columns() -> list[Column]:
-    """Return step_time's columns, those beside DeepSpeed in place of the one baseline's name."""
+    """Return step_time's columns, with DeepSpeed's ratios instead of the baseline's name."""
     beside = Column("deepspeed_ratio", "of DeepSpeed's", "{:.2f}")
     return [beside if column.key == "baseline" else column for column in COLUMNS]
 

@@ -1,9 +1,9 @@
-"""CPU seconds of one optimizer step: zerofx.optim beside torch's fused AdamW, in one process.
+"""CPU seconds of one optimizer step: zerofx.optim and torch's fused AdamW, in one process.
 
     python -m benchmarks.optimizer_step
 
-Both step the same parameters of one compiled GPT, in turn; each round begins with the other one.
-The ratios are medians over rounds of a round's own two times.
+Both step the same parameters of one compiled GPT, in turn; each round starts with the other one.
+The ratios are medians over rounds of the two times in a round.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def cpu_s(step: Step, repeats: int) -> float:
 
 
 def measure(name: str, clips: bool, rounds: int) -> list[dict[str, Any]]:
-    """Return one line a system."""
+    """Return one line per system."""
     numel, steps = make_steps(*SIZES[name], clips)
     for step in steps.values():
         cpu_s(step, 2)
@@ -86,7 +86,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", default=",".join(SIZES), help=f"of {', '.join(SIZES)}")
     parser.add_argument("--rounds", type=int, default=12, help="a claim needs 8 or more")

@@ -1,21 +1,21 @@
-"""How much of an optimizer on the host hides behind the compute: one process, updates in backward.
+"""Overlap of an optimizer on the host with the compute: one process, updates in backward.
 
     python -m benchmarks.overlap                      # 4x1024, batches 1 to 8, 8 rounds
     python -m benchmarks.overlap --states nvme --folder /nvme/scratch
     python -m benchmarks.overlap --batches 4 --hardware mine.yaml    # predicted and recorded too
 
-A step whose gradients leave for the host, and whose parameters are updated there bucket by bucket
-while backward goes on, is held against its three lanes, each measured alone: forward and backward
-of the same model without offload; the update of all host shards; the copies of as many bytes in as
-many pieces as a step moves. With everything hidden a step takes as long as its longest lane; `in
-turn` is the sum of the lanes, where nothing is. All of it runs once in every round, in turn, on one
-thread of compute and one of updates; ratios are taken within a round.
+In the measured step, gradients are copied to the host, and parameters are updated there bucket by
+bucket during backward. It is compared with its three lanes, each measured alone: forward and
+backward of the same model without offload; the update of all host shards; and copies of as many
+bytes in as many pieces as in a step. With full overlap, a step takes as long as its longest lane.
+`in turn` is the sum of the lanes, without any overlap. Everything runs once in every round, in
+turn, on one thread of compute and one of updates; ratios are taken within a round.
 
 With states on NVMe there is a fourth lane: reading and writing as many bytes in as many pieces, all
-of them under way as soon as there is a buffer, of as many as the step's own.
+of them in flight as soon as there is a buffer, with as many buffers as the step has.
 
-With --hardware (what `zerofx doctor --calibrate --out mine.yaml` has written) the step is predicted
-lane by lane, and recorded: its compute, its length, what the compute waited.
+With --hardware (the output of `zerofx doctor --calibrate --out mine.yaml`), the step is predicted
+lane by lane, and recorded: its compute, its length, and the time that the compute waited.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from zerofx.policy.staging import at_once_in_step
 from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
-TARGETS = {"cpu": 1.15, "nvme": 1.25}  # of the longest lane, by where the states are
+TARGETS = {"cpu": 1.15, "nvme": 1.25}  # relative to the longest lane, by the tier of the states
 NUM_MODELS, BYTES_PER_PARAM = 3, 24
 WARMUP_STEPS, RECORDED_STEPS = 2, 6
 LANES = {
@@ -64,7 +64,7 @@ class Training:
             self.step()
 
     def run(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.model(*self._batch).backward()
 
     def step(self) -> None:
@@ -82,7 +82,7 @@ def _two_places(nbytes: int) -> tuple[Tensor, Tensor]:
 
 
 def copies(model: zerofx.CompiledModule) -> Callable[[], None]:
-    """Return a function that copies what a step of `model` copies between device and host."""
+    """Return a function with the same copies between device and host as a step of `model`."""
     moved = model.programs[0].memory().traffic.moved
     pieces: list[tuple[Tensor, Tensor]] = []
     for lane in (D2H, H2D):
@@ -94,14 +94,14 @@ def copies(model: zerofx.CompiledModule) -> Callable[[], None]:
         for out, source in pieces:
             out.copy_(source)
 
-    copy()  # its pages are there
+    copy()  # so that its pages exist
     return copy
 
 
 def disk(model: zerofx.CompiledModule, store: nvme.NvmeStore) -> Callable[[], None]:
-    """Return a function that reads and writes what a step of `model` does, in a store of its own.
+    """Return a function with the same reads and writes as a step of `model`, in its own store.
 
-    Each read and write has its extent, `extents` says which.
+    Each read and write has its own extent; `extents` lists them.
     """
     pieces = [(lane, *piece) for lane, piece in extents(model)]
     largest = max(nbytes for _, _, nbytes in pieces)
@@ -120,13 +120,13 @@ def disk(model: zerofx.CompiledModule, store: nvme.NvmeStore) -> Callable[[], No
         for request in under_way:
             request.wait()
 
-    for _, name, nbytes in pieces:  # nothing can be read before
+    for _, name, nbytes in pieces:  # nothing can be read before it is written
         store.write(name, buffers[0][:nbytes]).wait()
     return move
 
 
 def extents(model: zerofx.CompiledModule) -> list[tuple[str, tuple[str, int]]]:
-    """Return (lane, (name, bytes)) of what a step reads and writes, one after the other."""
+    """Return (lane, (name, bytes)) of a step's reads and writes, in order."""
     moved = model.programs[0].memory().traffic.moved
     each = [
         [(lane, (f"{lane}{i}", moved[lane].sent_bytes // moved[lane].calls))
@@ -145,7 +145,7 @@ def seconds(function: Callable[[], None]) -> float:
 def measure(
     name: str, batch: int, rounds: int, states: str, folder: str, hardware: str | None
 ) -> dict[str, Any]:
-    """Return the line of one size and batch."""
+    """Return the line for one size and batch."""
     config = sizes.SIZES[name].model
     x, y = make_batches(name, batch, rank=0, ranks=1).at(0)
     plain = Training(config, x, y)
@@ -231,8 +231,8 @@ COLUMNS = [
     Column("high", "highest", "{:.2f}"),
     Column("in_turn", "in turn", "{:.2f}"),
     *(Column(f"{lane}_ms", f"{lane} ms", "{:.1f}") for lane in LANES["nvme"]),
-    Column("after_ms", "step, update after ms", "{:.1f}"),
-    Column("step_ms", "step, update within ms", "{:.1f}"),
+    Column("after_ms", "step, update after, ms", "{:.1f}"),
+    Column("step_ms", "step, update within, ms", "{:.1f}"),
 ]
 FORESEEN = [
     Column("predicted_ms", "predicted ms", "{:.0f}"),
@@ -243,17 +243,21 @@ FORESEEN = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", default="4x1024", choices=list(sizes.SIZES))
-    parser.add_argument("--batches", default="1,2,4,8", help="sequences of a step")
-    parser.add_argument("--states", default="cpu", choices=list(TARGETS), help="where they live")
-    parser.add_argument("--folder", help="on the disk to use, for --states nvme")
+    parser.add_argument("--batches", default="1,2,4,8", help="sequences per step")
+    parser.add_argument(
+        "--states", default="cpu", choices=list(TARGETS), help="the tier of the states"
+    )
+    parser.add_argument("--folder", help="a folder on the disk to use, for --states nvme")
     parser.add_argument("--rounds", type=int, default=8, help="a claim needs 8 or more")
-    parser.add_argument("--hardware", help="predict on it, and record, beside the rest")
+    parser.add_argument(
+        "--hardware", help="a hardware file: also predict the step on it, and record it"
+    )
     options = parser.parse_args()
     if (os.cpu_count() or 1) < 2:
-        parser.error("this machine has one core: an update has nowhere to run beside the compute")
+        parser.error("this machine has one core, so an update cannot run next to the compute")
     if options.states == "nvme" and options.folder is None:
         parser.error("--states nvme needs a --folder on the disk to use")
     torch.set_num_threads(1)

@@ -1,16 +1,16 @@
-"""A Llama of transformers over two ranks, against torch's own tensor and pipeline parallelism.
+"""A transformers Llama on two ranks, compared with torch's own tensor and pipeline parallelism.
 
     python -m benchmarks.parallel                      # ATen, eager against eager
     python -m benchmarks.parallel --kernels inductor
 
-tensor, sequence: both cut the same layers, embedding and head included: zerofx by the model's own
-plan, torch by `parallelize_module`. pipeline: both have a half of the layers on each rank and run
-1F1B, torch by `torch.distributed.pipelining` over halves that were written by hand.
+tensor, sequence: both cut the same layers, embedding and head included: zerofx with the model's own
+    plan, torch with `parallelize_module`. pipeline: both have half of the layers on each rank and
+    run 1F1B, torch with `torch.distributed.pipelining` over halves that were written by hand.
 
-The two live in the same processes and take turns, a step each; ratios are medians over the turns.
-torch's foreach optimizers do not take plain parameters next to cut ones, so that both step by the
-loop. Peaks are measured in processes of their own, next to what zerofx predicts, of the rank that
-has more. Losses must agree to 1e-4 before anything counts.
+Both run in the same processes and take turns, one step each; ratios are medians over the turns.
+torch's foreach optimizers do not accept plain parameters next to cut ones, so both step with the
+for-loop implementation. Peaks are measured in separate processes, with zerofx's prediction, on the
+rank that has more. Losses must agree to 1e-4 before anything counts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def llama(width: int, layers: int) -> nn.Module:
 
 
 def by_torch(model: Any) -> nn.Module:
-    """Cut the layers as transformers' plan for Llama says."""
+    """Cut the layers according to transformers' plan for Llama."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     columns += ["mlp.gate_proj", "mlp.up_proj"]
@@ -72,7 +72,7 @@ def by_torch(model: Any) -> nn.Module:
 
 
 class Half(nn.Module):
-    """One pipeline stage of a Llama, as a user of torch.distributed.pipelining writes it."""
+    """One pipeline stage of a Llama, as written by a user of torch.distributed.pipelining."""
 
     def __init__(self, model: Any, position: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Half(nn.Module):
 
 
 def starts(model: nn.Module) -> int:
-    """Return the layer with which zerofx has the second stage begin."""
+    """Return the first layer of the second stage in zerofx's division."""
     plan = zerofx.Plan(parallel={"pipeline": 2})
     params = describe_params(model, find_units(model), {n: p.dtype for n, p in _named(model)})
     positions = unit_positions(params.values(), plan.parallel)
@@ -107,12 +107,12 @@ def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return what transformers' causal language models return as their loss."""
+    """Return the loss of transformers' causal language models."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 class Trainee:
-    """One of the two, with its optimizer."""
+    """One of the two systems, with its optimizer."""
 
     def __init__(self, system: str, options: argparse.Namespace) -> None:
         model, self.rank = llama(options.width, options.layers), dist.get_rank()
@@ -146,7 +146,7 @@ class Trainee:
         return loss
 
     def _scheduled(self, ids: Tensor) -> float:
-        """Run torch's schedule; return the mean loss, which its last stage alone has."""
+        """Run torch's schedule; return the mean loss, which only its last stage has."""
         losses: list[Tensor] = []
         if self.rank == 0:
             self.schedule.step(ids)
@@ -158,7 +158,7 @@ class Trainee:
 
 
 def compare(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """Leave the medians of both on rank 0."""
+    """Write the medians of both on rank 0."""
     join(rank, folder, "compare")
     trainees = {system: Trainee(system, options) for system in ("zerofx", "torch")}
     row = turns.compare(trainees, options.turns, AGREEMENT)
@@ -168,7 +168,7 @@ def compare(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 
 def weigh(rank: int, system: str, options: argparse.Namespace, folder: str) -> None:
-    """Leave the peak of a step on each rank, and what was predicted of it."""
+    """Write the peak of a step on each rank, and its prediction."""
     join(rank, folder, system)
     trainee, peak = turns.peak_bytes(lambda: Trainee(system, options))
     predicted = 0

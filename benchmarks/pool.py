@@ -1,4 +1,4 @@
-"""Groups of processes, one group a measured system, of which one runs while the others sleep."""
+"""Groups of processes, one group per measured system, of which one runs while the others sleep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY":
 
 
 class WorkerError(RuntimeError):
-    """A worker raised, died or did not answer in time; the message carries its own words."""
+    """A worker raised, died or did not answer in time; the message contains its own text."""
 
 
 def _free_port() -> int:
@@ -59,7 +59,7 @@ class Group:
         self._send({"job": job, "args": args})
 
     def ready(self, timeout_s: float = 600) -> None:
-        """Wait until every rank has made its job."""
+        """Wait until every rank has created its job."""
         self._receive(timeout_s)
 
     def call(self, method: str, timeout_s: float = 600, **args: Any) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Where low precision and 8-bit states end up: the byte GPT on real text, beside the fp32 run.
+"""Final loss with low precision and 8-bit states: the byte GPT on real text, and the fp32 run.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.precision
 
-Every run has the same weights, data, optimizer and steps; what is compared is the mean loss of the
-last steps, over all ranks.
+Every run has the same weights, data, optimizer and steps. The mean loss of the last steps, over all
+ranks, is compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zerofx.tools.demo.text import Batches, load_text
 
 BATCH, LAST = 4, 20
 CONFIG = GPTConfig(layers=4, width=128, heads=4, seq=128)
-# name -> (precision of the plan, bits of AdamW's states); the first is what others are held against
+# name -> (precision of the plan, bits of AdamW's states); the others are compared with the first
 RUNS = {"fp32": ("fp32", 32), "bf16": ("bf16", 32), "8-bit states": ("fp32", 8),
         "fp16": ("fp16", 32)}  # fmt: skip
 
@@ -57,13 +57,13 @@ COLUMNS = [
     Column("loss", f"loss, mean of the last {LAST}", "{:.4f}"),
     Column("ratio", "of fp32's", "{:.5f}"),
     Column("skipped", "steps skipped", "{}"),
-    Column("state_bytes", "state bytes a rank", "{:,}"),
-    Column("seconds", "seconds, compilation too", "{:.0f}"),
+    Column("state_bytes", "state bytes per rank", "{:,}"),
+    Column("seconds", "seconds, with compilation", "{:.0f}"),
 ]
 
 
 def main() -> None:
-    """Train what the command line chooses, show it and write it."""
+    """Run the trainings that the command line selects; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", default=",".join(RUNS), help=f"of {', '.join(RUNS)}")
     parser.add_argument("--steps", type=int, default=200)

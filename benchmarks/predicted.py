@@ -1,15 +1,15 @@
-"""Predicted against measured step times: six models, stages 0 to 3, one rank and two.
+"""Predicted and measured step times: six models, stages 0 to 3, one rank and two.
 
     zerofx doctor --calibrate --out mine.yaml
     python -m benchmarks.predicted --hardware mine.yaml              # 48 cells, 5 rounds
     python -m benchmarks.predicted --hardware mine.yaml --only gpt2 --kernels aten
 
-All cells of a world live in one group of processes (gloo, one thread each) and take turns, so that
-what slows the machine down for a while slows all of them; a cell's time is the median over rounds
-of the slowest rank's, with the batch at hand. Predictions are made before anything is measured. Two
-plans of one model count as ordered where the one that is predicted to be faster is, of those that
-differ by over 15 %. Page faults are counted: where the C library gives memory back between steps
-and fetches it again, that takes time which no prediction knows of.
+All cells of a world run in one group of processes (gloo, one thread each) and take turns, so that a
+temporary slowdown of the machine affects all of them. A cell's time is the median over rounds of
+the slowest rank, with the batch already loaded. Predictions are made before anything is measured.
+Two plans of one model count as correctly ordered if the plan predicted to be faster is faster,
+among pairs that differ by more than 15 %. Page faults are counted: if the C library gives memory
+back between steps and fetches it again, that takes time that no prediction includes.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Cell:
 
 
 class Job:
-    """What a worker serves: steps of any of the cells that it has prepared."""
+    """Job of a worker: steps of any of the cells that it has prepared."""
 
     def __init__(self) -> None:
         import torch
@@ -83,9 +83,9 @@ class Job:
             optimizer.zero_grad()
 
     def steps(self, name: str, seconds: float) -> dict[str, Any]:
-        """Train for about so long, behind an untimed step; return seconds a step."""
+        """Train for about this long after an untimed step; return seconds per step."""
         begin = time.perf_counter()
-        self._steps(name, 1)  # the caches held another cell; it also lines the ranks up
+        self._steps(name, 1)  # the caches held another cell; this also synchronises the ranks
         one = time.perf_counter() - begin
         count = self._agreed(max(round(seconds / one), 1))
         before, wall = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
@@ -108,7 +108,7 @@ class Job:
 
 
 def predict(cells: list[Cell], hardware: str) -> dict[str, dict[str, Any]]:
-    """Return what is predicted of each cell."""
+    """Return the prediction for each cell."""
     import zerofx
 
     found = {}
@@ -124,7 +124,7 @@ def predict(cells: list[Cell], hardware: str) -> dict[str, dict[str, Any]]:
 
 
 def measure(cells: list[Cell], rounds: int, seconds: float) -> dict[str, list[dict[str, float]]]:
-    """Time all cells of a world in interleaved rounds; return each round's answer."""
+    """Time all cells of a world in interleaved rounds; return each round's result."""
     found: dict[str, list[dict[str, float]]] = {str(cell): [] for cell in cells}
     for world in sorted({cell.world for cell in cells}):
         mine = [cell for cell in cells if cell.world == world]
@@ -143,7 +143,7 @@ def measure(cells: list[Cell], rounds: int, seconds: float) -> dict[str, list[di
 
 
 def row(cell: Cell, said: dict[str, Any], rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Return one cell's line: predicted, measured, their ratio, and whether it is inside."""
+    """Return one cell's line: predicted, measured, their ratio, and whether it is in range."""
     walls = sorted(1e3 * r["wall_s"] for r in rounds)
     measured = statistics.median(walls)
     return {
@@ -188,11 +188,13 @@ COLUMNS = [
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hardware", required=True, help="a calibrated file of this machine")
+    parser.add_argument(
+        "--hardware", required=True, help="a calibrated hardware file of this machine"
+    )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of a cell in a round")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per cell and round")
     parser.add_argument("--kernels", default="inductor", choices=("inductor", "aten"))
-    parser.add_argument("--only", default="", help="cells whose name has this in it")
+    parser.add_argument("--only", default="", help="only cells with this text in their name")
     options = parser.parse_args()
     cells = [
         Cell(model, stage, world, options.kernels)

@@ -1,4 +1,4 @@
-"""Tables on the terminal, JSON in benchmarks/results/, and what they were measured on."""
+"""Tables on the terminal, JSON in benchmarks/results/, and the machine of the measurements."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 @dataclass(frozen=True)
 class Column:
-    """One column: the result's key, its title, and how a number is written."""
+    """One column: the result's key, its title, and its number format."""
 
     key: str
     title: str
     form: str = "{}"
 
     def cell(self, row: dict[str, Any]) -> str:
-        """Write the row's value; what a system does not have stays empty."""
+        """Format the row's value; a missing value gives an empty cell."""
         value = row[self.key]
         if value is None:
             return ""
@@ -44,7 +44,7 @@ def as_named(*keys: str) -> list[Column]:
 
 
 def _proc(path: str, key: str) -> str:
-    """Return the value of the first `key: value` line of a /proc file, "" where there is none."""
+    """Return the value of the first `key: value` line of a /proc file, or "" if there is none."""
     try:
         lines = Path(path).read_text().splitlines()
     except FileNotFoundError:  # not Linux
@@ -60,7 +60,7 @@ def _version(package: str) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describe what the figures depend on: processor, memory, versions, load before the run."""
+    """Return facts that the figures depend on: processor, memory, versions, load before the run."""
     return {
         "cpu": _proc("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": os.cpu_count(),
@@ -74,18 +74,18 @@ def machine() -> dict[str, Any]:
 
 
 def need_memory(needed_bytes: int) -> None:
-    """Stop before a run that would swap; swapping would be what is measured."""
+    """Stop before a run that would swap, because it would measure the swapping."""
     free = _proc("/proc/meminfo", "MemAvailable")
     if free and int(free.split()[0]) * 1024 < needed_bytes:
         free_gib = int(free.split()[0]) / 2**20
         raise SystemExit(
-            f"this run needs about {needed_bytes / 2**30:.1f} GiB but {free_gib:.1f} GiB are free; "
-            "choose fewer --systems or smaller --sizes"
+            f"this run needs about {needed_bytes / 2**30:.1f} GiB but {free_gib:.1f} GiB are free. "
+            "Choose fewer --systems or smaller --sizes."
         )
 
 
 def show(title: str, columns: list[Column], rows: list[dict[str, Any]]) -> None:
-    """Print the table, at full width also where the output is a file."""
+    """Print the table, at full width even if the output is a file."""
     table = Table(title=title)
     for column in columns:
         table.add_column(column.title, justify="left" if column.form == "{}" else "right")
@@ -107,7 +107,7 @@ def finish(
 ) -> Path:
     """Show the table and write it, with the machine, to benchmarks/results/; return the file.
 
-    more: what the file says besides.
+    more: additional entries of the file.
     """
     now = datetime.now(timezone.utc)
     facts = machine()

@@ -1,4 +1,4 @@
-"""The model sizes that the claims are made at, and the data they train on."""
+"""Model sizes at which the claims are made, and the training data."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Size:
 
     @property
     def num_params(self) -> int:
-        """Parameter elements: blocks 12 w^2 + 13 w each, embeddings, the last norm."""
+        """Number of parameter elements: blocks 12 w^2 + 13 w each, embeddings, the last norm."""
         c = self.model
         return c.layers * (12 * c.width**2 + 13 * c.width) + (c.vocab + c.seq + 2) * c.width
 
@@ -37,8 +37,8 @@ SIZES = {
 def add_options(parser: argparse.ArgumentParser, sizes: str) -> None:
     """Add the options that choose sizes."""
     known = ", ".join(f"{name} (seq {s.model.seq}, batch {s.batch})" for name, s in SIZES.items())
-    parser.add_argument("--sizes", default=sizes, help=f"layers x width, of {known}")
-    parser.add_argument("--batch", type=int, help="sequences a rank, instead of the size's own")
+    parser.add_argument("--sizes", default=sizes, help=f"layers x width, among {known}")
+    parser.add_argument("--batch", type=int, help="sequences per rank, instead of the size's own")
 
 
 def chosen(options: argparse.Namespace) -> dict[str, Size]:
@@ -53,5 +53,5 @@ def chosen(options: argparse.Namespace) -> dict[str, Size]:
 
 
 def make_batches(name: str, batch: int, rank: int, ranks: int) -> Batches:
-    """Return this rank's batches, the same for every system."""
+    """Return this rank's batches, which are the same for every system."""
     return Batches(load_text(TEXT_BYTES).train, batch, SIZES[name].model.seq, rank, ranks)

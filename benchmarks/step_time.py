@@ -1,12 +1,12 @@
-"""Step time and CPU seconds against FSDP2 and DDP, as ratios from interleaved rounds.
+"""Step time and CPU seconds compared with FSDP2 and DDP, as ratios from interleaved rounds.
 
     python -m benchmarks.step_time            # every size, 8 rounds
     python -m benchmarks.step_time --quick --sizes 4x128 --systems zerofx-3,ddp
 
-Every system lives in its own processes (gloo, one thread each) that sleep while another runs its
-round. A ratio is taken within a round, against FSDP2 of the same round (in the same precision); the
-table shows medians over rounds. Before it counts, each system's losses are compared with FSDP2's,
-step by step.
+Every system has its own processes (gloo, one thread each), which sleep while another runs its
+round. A ratio is taken within a round, to FSDP2 in the same round (in the same precision); the
+table shows medians over rounds. Before a system counts, its losses are compared with FSDP2's, step
+by step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from benchmarks.systems import SYSTEMS, Trainer
 
 AGREEMENT = 0.15  # CPU-seconds ratio within this of the step-time ratio
 BYTES_PER_PARAM = 24  # weights, gradients, two states, gathered copies: a bound for one rank
-NUM_BATCHES = 16  # made before the clock starts, then taken in turn
+NUM_BATCHES = 16  # created before the clock starts, then used in turn
 WARMUP_STEPS = 2
 QUICK_ROUNDS, QUICK_PART = 3, 3
 DEFAULT = ["zerofx-3", "zerofx-0", "ddp", "nocomm", "fsdp2-heap"]
-# what stage 3 is to reach, as a fraction of FSDP2's step time
+# targets for stage 3, as a fraction of FSDP2's step time
 TARGETS = {
     "zerofx-3": {"4x32": 0.25, "4x128": 0.65, "8x384": 0.80, "4x1024": 0.62},
     "zerofx-3-bf16": {"8x384": 0.85},
@@ -40,7 +40,7 @@ TARGETS = {
 
 
 class Job:
-    """What a worker serves: rounds of steps of one system at one size."""
+    """Job of a worker: rounds of steps of one system at one size."""
 
     def __init__(self, system: str, size: str, batch: int) -> None:
         self._trainer = Trainer(system, SIZES[size].model)
@@ -50,7 +50,7 @@ class Job:
 
     def steps(self, count: int) -> dict[str, Any]:
         """Run `count` steps after an untimed one; report seconds, page faults and all losses."""
-        losses = [self._step()]  # the caches held another system; it also lines the ranks up
+        losses = [self._step()]  # the caches held another system; this also synchronises the ranks
         faults = _faults()
         cpu, wall = time.process_time(), time.perf_counter()
         losses += [self._step() for _ in range(count)]
@@ -77,14 +77,14 @@ class Rounds:
     losses: list[list[float]]  # [rank][step]
 
     def add(self, answers: list[dict[str, Any]], steps: int) -> None:
-        """Take a round: the slowest rank's time, the sum of the ranks' CPU seconds."""
+        """Add a round: the slowest rank's time, the sum of the ranks' CPU seconds."""
         self.wall_s.append(max(a["wall_s"] for a in answers) / steps)
         self.cpu_s.append(sum(a["cpu_s"] for a in answers) / steps)
         self.faults.append(sum(a["faults"] for a in answers) / steps / len(answers))
         self.add_losses(answers)
 
     def add_losses(self, answers: list[dict[str, Any]]) -> None:
-        """Take the losses alone, of warm-up steps."""
+        """Add only the losses, of warm-up steps."""
         for kept, answer in zip(self.losses, answers, strict=True):
             kept.extend(answer["losses"])
 
@@ -106,7 +106,7 @@ def start(
 
 
 def interleave(groups: dict[str, Group], data: dict[str, Rounds], steps: int, rounds: int) -> None:
-    """Run all systems in turn, `rounds` times, each time starting with the next one."""
+    """Run all systems in turn, `rounds` times, starting with the next one each time."""
     names = list(groups)
     for number in range(rounds):
         first = number % len(names)
@@ -130,7 +130,7 @@ def loss_error(
 ) -> float:
     """Return the largest relative difference of any rank's loss at any step; both [rank][step].
 
-    Without communication the ranks train apart, so only their first loss can agree.
+    Without communication, the ranks train separately, so only their first loss can agree.
     """
     last = None if communicates else 1
     return max(
@@ -141,13 +141,13 @@ def loss_error(
 
 
 def result(name: str, system: str, mine: Rounds, baseline: Rounds) -> dict[str, Any]:
-    """Return one system's line; refuse one that did not train what its baseline trained."""
+    """Return one system's line; refuse one whose losses differ from its baseline's."""
     kind = SYSTEMS[system]
     error = loss_error(mine.losses, baseline.losses, kind.communicates)
     if not error <= kind.loss_tolerance:
         raise SystemExit(
             f"{system} at {name}: losses differ from {kind.baseline}'s by {error:.1e} relative, "
-            f"more than {kind.loss_tolerance:.0e}; its times would be those of another training"
+            f"more than {kind.loss_tolerance:.0e}; its times would belong to a different training"
         )
     times = [a / b for a, b in zip(mine.wall_s, baseline.wall_s, strict=True)]
     cpus = [a / b for a, b in zip(mine.cpu_s, baseline.cpu_s, strict=True)]
@@ -187,7 +187,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     systems.add_options(parser, DEFAULT)
     sizes.add_options(parser, ",".join(SIZES))

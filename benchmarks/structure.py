@@ -1,13 +1,13 @@
-"""Files of zerofx that a value passes through, and the shape of the package.
+"""Structure of zerofx: the files that a value passes through, and the shape of the package.
 
     python -m benchmarks.structure                  # all of it
-    python -m benchmarks.structure --write-layout   # the list of files in docs/layout.md alone
+    python -m benchmarks.structure --write-layout   # only the list of files in docs/layout.md
 
 Walks: the distinct modules of `zerofx/` in which a Python function runs, counted by a profile hook
-on all threads of rank 0 of two, for a GPT of two blocks on ATen: its first call (capture, passes,
-code generation, binding), a warm forward, a warm backward, a rewrite under a memory budget, and a
-warm optimizer step with everything on NVMe.
-Import: CPU seconds of what a training script imports, beyond torch's own, in fresh processes.
+on all threads of rank 0 of two. The model is a GPT of two blocks on ATen. The walks are its first
+call (capture, passes, code generation, binding), a warm forward, a warm backward, a rewrite under a
+memory budget, and a warm optimizer step with everything on NVMe.
+Import: CPU seconds of the imports of a training script, beyond torch's own, in fresh processes.
 Shape: modules, lines, import cycles, classes with exactly one concrete subclass, folders with more
 than `FOLDER_LIMIT` modules, modules with a single importer.
 """
@@ -38,7 +38,7 @@ from zerofx.tools.demo.gpt import GPT, GPTConfig
 PACKAGE = Path(zerofx.__file__).parent
 CONFIG = GPTConfig(layers=2, width=32, heads=2, seq=16)
 FOLDER_LIMIT = 16
-FOREIGN = ("torch", "nn")  # where classes of the same names as ours may come from
+FOREIGN = ("torch", "nn")  # packages whose classes may have the same names as ours
 RANKS = 2
 IMPORTS_TIMED = 8
 
@@ -80,7 +80,7 @@ def _model(plan: zerofx.Plan) -> tuple[Any, Any, torch.Tensor]:
 
 
 class Job:
-    """What a worker serves: the walks of one rank."""
+    """Job of a worker: the walks of one rank."""
 
     def walks(self, folder: str) -> dict[str, list[str]]:
         """Return, for each walk, the modules that it enters; `folder` is for files on NVMe."""
@@ -127,7 +127,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(trees: dict[str, ast.Module]) -> networkx.DiGraph:
-    """Return who imports whom: statements that run at import, outside TYPE_CHECKING."""
+    """Return the graph of imports: statements that run at import, outside TYPE_CHECKING."""
     graph = networkx.DiGraph()
     graph.add_nodes_from(trees)
     for name, tree in trees.items():
@@ -144,7 +144,7 @@ def imports(trees: dict[str, ast.Module]) -> networkx.DiGraph:
 
 
 def _executed(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the statements of a module that run at import, blocks flattened."""
+    """Return the statements of a module that run at import, with blocks flattened."""
     found: list[ast.stmt] = []
     for node in body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -159,8 +159,8 @@ def _executed(body: list[ast.stmt]) -> list[ast.stmt]:
 def lone_subclasses(trees: dict[str, ast.Module]) -> list[str]:
     """Return the concrete classes of the package with exactly one concrete subclass in it.
 
-    A class that is named like its base in torch (`Adam`) is no subclass of itself. Exceptions are
-    left out: users catch them by either name.
+    A class with the same name as its base in torch (`Adam`) is not a subclass of itself. Exceptions
+    are left out, because users catch them by either name.
     """
     children: dict[str, list[str]] = defaultdict(list)
     abstract: set[str] = {"Protocol"}
@@ -238,8 +238,8 @@ def shape() -> dict[str, Any]:
 
 
 LAYOUT = PACKAGE.parent / "docs" / "layout.md"
-LISTING = "## Every file\n"  # where the list in docs/layout.md begins; it goes on to the end
-# Folders in the order in which a model goes through them.
+LISTING = "## Every file\n"  # start of the list in docs/layout.md, which continues to the end
+# Folders in the order in which a model passes through them.
 FOLDERS = (
     "",
     *("plan", "hardware", "layout", "policy", "capture", "ir", "ops", "passes", "passes/patterns"),
@@ -266,7 +266,7 @@ def first_line(path: Path) -> str:
 
 
 def listing() -> str:
-    """Return the list of all modules with what their docstrings say first, folder by folder."""
+    """Return the list of all modules with the first lines of their docstrings, folder by folder."""
     folders = [name for name in FOLDERS if (PACKAGE / name).is_dir()]
     found = {p.parent for p in PACKAGE.rglob("*.py") if p.name != "__init__.py"}
     missing = found - {PACKAGE / name for name in folders}
@@ -293,7 +293,7 @@ COLUMNS = [Column("what", "what"), Column("count", "count")]
 def main() -> None:
     """Count, show and write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write-layout", action="store_true", help="docs/layout.md, no more")
+    parser.add_argument("--write-layout", action="store_true", help="only write docs/layout.md")
     options = parser.parse_args()
     if options.write_layout:
         return write_layout()

@@ -1,6 +1,6 @@
-"""What is compared: a name -> how to wrap the same model so that it trains.
+"""Systems to compare: a name -> how to wrap the same model for training.
 
-Each system gets the same seed, weights, data, optimizer and loop; only the wrapping differs.
+Each system gets the same seed, weights, data, optimizer and loop; only the wrapper differs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 BASELINE = "fsdp2"
 SEED = 0
-LR = 1e-4  # small, so that rounding cannot drive equal trainings apart in a long run
-# glibc told to keep its heap: freed blocks are used again instead of unmapped and faulted again
+LR = 1e-4  # small, so that rounding cannot make equal trainings diverge in a long run
+# Makes glibc keep its heap: freed blocks are reused instead of unmapped and faulted in again.
 KEEP_HEAP = {
     "MALLOC_TOP_PAD_": str(2**30),
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
@@ -31,25 +31,25 @@ KEEP_HEAP = {
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as torch has it, in one fused call."""
+    """Return torch's AdamW, in one fused call."""
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
 def flat_adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW as zerofx has it, with the same hyperparameters."""
-    import zerofx  # here, so that the peers' processes stay free of it
+    """Return zerofx's AdamW, with the same hyperparameters."""
+    import zerofx  # imported here, so that the peers' processes do not import it
 
     return zerofx.optim.AdamW(model.parameters(), lr=LR)
 
 
 @dataclass(frozen=True)
 class System:
-    """How to make a system: `wrap` takes the plain model; `env` is that of its processes.
+    """How to create a system: `wrap` takes the plain model; `env` is that of its processes.
 
     optimizer: takes the wrapped model; has `step` and `zero_grad`.
-    baseline: the system that it is measured against, and whose losses it must reproduce within
-    `loss_tolerance`, relative.
-    package: a peer's; it lives in an environment of its own.
+    baseline: the system to compare with, whose losses it must reproduce within `loss_tolerance`,
+        relative.
+    package: a peer's; it has its own environment.
     """
 
     wrap: Callable[[GPT], nn.Module]
@@ -62,16 +62,17 @@ class System:
 
 
 def ddp(model: GPT) -> nn.Module:
-    """Data parallel as torch has it, gradients in place in its buckets (its faster setting)."""
+    """Wrap in torch's data parallelism, with gradients in place in its buckets (faster)."""
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def fsdp2(
     model: GPT, dtype: torch.dtype | None = None, device: str = "cpu", offloads: bool = False
 ) -> nn.Module:
-    """Shard every block and the root; `dtype` is what is computed in, over fp32 weights.
+    """Shard every block and the root; `dtype` is the compute dtype, over fp32 weights.
 
-    offloads: with its CPUOffloadPolicy; on a CPU, where shards lie on the host anyhow, a no-op.
+    offloads: with its CPUOffloadPolicy; this does nothing on a CPU, where shards are on the host
+        anyway.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -92,10 +93,10 @@ def fsdp2(
 
 
 def compiled(stage: int, **plan: Any) -> Callable[[GPT], nn.Module]:
-    """Return how to compile the model at a stage."""
+    """Return a function that compiles the model at a stage."""
 
     def wrap(model: GPT) -> nn.Module:
-        import zerofx  # here, so that the peers' processes stay free of it
+        import zerofx  # imported here, so that the peers' processes do not import it
 
         return zerofx.compile(model, zerofx.Plan(stage=stage, **plan), device="cpu")
 
@@ -103,7 +104,7 @@ def compiled(stage: int, **plan: Any) -> Callable[[GPT], nn.Module]:
 
 
 def _in_bf16(wrap: Callable[[GPT], nn.Module]) -> System:
-    """Two orders of the same bf16 sums differ by its last bit: 8 bits of a loss."""
+    """Return a bf16 system. Two orders of the same bf16 sums differ by its last bit (8 bits)."""
     return System(wrap, baseline="fsdp2-bf16", loss_tolerance=2e-2)
 
 
@@ -149,8 +150,8 @@ SYSTEMS: dict[str, System] = {
 def add_options(parser: argparse.ArgumentParser, systems: list[str]) -> None:
     """Add the options that choose systems and their ranks."""
     known = (
-        f"all that need no environment of their own, or of {', '.join(SYSTEMS)}; "
-        "what one is measured against always runs"
+        f"default: all that need no environment of their own. Known: {', '.join(SYSTEMS)}; "
+        "the system that one is compared with always runs"
     )
     parser.add_argument("--systems", default=",".join(systems), help=known)
     parser.add_argument("--ranks", type=int, default=2, help="processes of each system")

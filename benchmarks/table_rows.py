@@ -1,8 +1,8 @@
-"""Gradients of a large embedding table by rows against whole, on 2 ranks: bytes and step time.
+"""Gradients of a large embedding table, by rows and whole, on 2 ranks: bytes and step time.
 
     python -m benchmarks.table_rows [--rounds 8]
 
-Both models live in the same processes and take turns, a step each; ratios are medians over the
+Both models run in the same processes and take turns, one step each; ratios are medians over the
 turns. Their weights must be equal at the end.
 """
 
@@ -43,7 +43,7 @@ class Trainee:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
 
     def step(self, x: Tensor) -> tuple[float, int]:
-        """Return seconds and bytes that this rank sent."""
+        """Return seconds, and bytes that this rank sent."""
         counters = self.model.zerofx.world.counters.values()
         dist.barrier()
         before, began = sum(c.sent_bytes for c in counters), time.perf_counter()
@@ -55,7 +55,7 @@ class Trainee:
 
 
 def run(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """Leave the rows of the table on rank 0."""
+    """Write the rows of the table on rank 0."""
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     torch.set_num_threads(1)
@@ -85,7 +85,7 @@ def run(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 COLUMNS = [
     Column("stage", "stage"),
-    Column("tokens", "tokens a rank"),
+    Column("tokens", "tokens per rank"),
     Column("whole_mib", "whole MiB", "{:.2f}"),
     Column("rows_mib", "by rows MiB", "{:.2f}"),
     Column("whole_ms", "whole ms", "{:.1f}"),
@@ -95,7 +95,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure both, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--height", type=int, default=200_000)
     parser.add_argument("--width", type=int, default=64)

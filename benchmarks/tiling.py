@@ -1,11 +1,11 @@
-"""What tiling a two-layer MLP saves at stage 3, and what it costs.
+"""Tiling of a two-layer MLP at stage 3: the memory that it saves, and its cost.
 
     python -m benchmarks.tiling                          # hidden 8192, whole and in 4 and 16 tiles
     python -m benchmarks.tiling --hidden 32768 --width 1024
 
-Working memory is the measured peak of a rank less the shards and the shards of gradients that it
-holds then: gathered parameters, full gradients, and the few activations.
-The step is the median of the measured ones, so that its ratio is no more than a first impression.
+Working memory is the measured peak of a rank minus the shards and gradient shards that it holds at
+that time: gathered parameters, full gradients, and the few activations. The step time is a median
+of the measured steps, so its ratio is only a first impression.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
 class MLP(nn.Module):
-    """Two linears, between which the hidden width is."""
+    """Two linear layers with the hidden width between them."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class MLP(nn.Module):
 
 
 class Job:
-    """What a worker serves: a short training under the profiler."""
+    """Job of a worker: a short training under the profiler."""
 
     def __init__(self, width: int, hidden: int, tiles: int, batch: int) -> None:
         self._sizes, self._tiles, self._batch = (width, hidden), tiles, batch
@@ -91,7 +91,7 @@ COLUMNS = [
 
 
 def main() -> None:
-    """Measure what the command line chooses, show it and write it."""
+    """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=8192)

@@ -1,4 +1,4 @@
-"""Two systems that take turns on the same two ranks, step by step, and are compared by pairs."""
+"""Two systems that take turns on the same two ranks, step by step, and are compared in pairs."""
 
 from __future__ import annotations
 
@@ -34,14 +34,15 @@ def join(rank: int, folder: str, job: str) -> None:
 
 
 def compare(trainees: Mapping[str, Steps], turns: int, agreement: float) -> dict[str, float]:
-    """Let both train by turns; return the first one's median step (ms) and ratios to the second.
+    """Train both in turns; return the first one's median step (ms) and ratios to the second.
 
     Args:
         trainees: the measured system, then its peer, by name
         turns: measured steps of each
-        agreement: by how much their losses may differ, relative
+        agreement: the maximum relative difference of their losses
 
-    Raises: ValueError if their losses differ by more.
+    Raises:
+        ValueError: their losses differ by more.
     """
     ours, peer = trainees
     taken: dict[str, list[tuple[float, float]]] = {system: [] for system in trainees}
@@ -65,7 +66,7 @@ def compare(trainees: Mapping[str, Steps], turns: int, agreement: float) -> dict
 
 
 def peak_bytes(make: Callable[[], _S]) -> tuple[_S, int]:
-    """Return what `make` makes, and the bytes at the peak of its first step after the warm-up."""
+    """Return the result of `make`, and the peak bytes of its first step after the warm-up."""
     with PeakMemory(torch.device("cpu")) as memory:
         trainee = make()
         for number in range(WARMUP):

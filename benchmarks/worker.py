@@ -1,6 +1,6 @@
-"""One process of a measured system: answers calls on a pipe, sleeps on it in between.
+"""One process of a measured system: answers calls on a pipe, and sleeps on it in between.
 
-Run by `benchmarks.pool`; the first line on stdin names the job (`module:function`) and its
+Run by `benchmarks.pool`. The first line on stdin names the job (`module:function`) and its
 arguments, every further line is a call of one of its methods, and every answer is one JSON line.
 """
 
@@ -15,14 +15,14 @@ from typing import Any, TextIO
 
 
 def private_stdout() -> TextIO:
-    """Keep the answers' pipe to ourselves: whatever else prints goes to stderr."""
+    """Reserve the pipe for answers: all other output goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 def serve(calls: TextIO, answers: TextIO) -> None:
-    """Make the job, then answer calls until the pipe closes; an exception is an answer too."""
+    """Create the job, then answer calls until the pipe closes; an exception is an answer too."""
     job: Any = None
     for line in calls:
         call = json.loads(line)
@@ -34,7 +34,7 @@ def serve(calls: TextIO, answers: TextIO) -> None:
             else:
                 result = getattr(job, call["method"])(**call["args"])
             answer = {"result": result}
-        except Exception:  # handed to the parent, which raises it
+        except Exception:  # passed to the parent, which raises it
             answer = {"error": traceback.format_exc()}
         print(json.dumps(answer), file=answers)
 

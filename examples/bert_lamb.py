@@ -1,4 +1,4 @@
-"""BERT on Python's own help, with LAMB, 1Cycle, and a large batch of 4 micro-batches.
+"""BERT trained on Python's own help, with LAMB, a 1Cycle schedule, and 4 micro-batches per step.
 
 $ torchrun --standalone --nproc-per-node 2 examples/bert_lamb.py
 3,000 words; a step takes 4 x 2 x 16 rows of 32
@@ -43,7 +43,7 @@ def main():
             tokens = text[places + torch.arange(32)]
             hidden = torch.rand(tokens.shape, generator=draws) < 0.15
             labels = tokens.where(hidden, torch.tensor(-100))
-            # Gradients travel once a step: after the last micro-batch.
+            # Gradients are reduced once per step, after the last micro-batch.
             with contextlib.nullcontext() if part == PARTS - 1 else model.no_sync():
                 loss = model(input_ids=tokens.masked_fill(hidden, MASK), labels=labels).loss
                 (loss / PARTS).backward()

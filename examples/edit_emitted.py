@@ -1,4 +1,4 @@
-"""Read the emitted module, edit its schedule by hand, load it back: verified, and it is what runs.
+"""Emit a program, edit its schedule by hand, and load it back: it is verified, and then run.
 
 $ torchrun --standalone --nproc-per-node 2 examples/edit_emitted.py
 the edited schedule gives the same loss: True

@@ -1,4 +1,4 @@
-"""Compile a model, train it, and read what was decided: one process, CPU.
+"""Compile a model, train it, and inspect the compiler's decisions: one process, CPU.
 
 $ python examples/hello.py
 24 passes; 1 slots, 4864 bytes

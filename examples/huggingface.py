@@ -1,4 +1,4 @@
-"""An unmodified transformers model, built on meta: no rank ever holds the whole of it.
+"""An unmodified transformers model, built on meta: no rank ever holds the whole model.
 
 $ torchrun --standalone --nproc-per-node 2 examples/huggingface.py
 step  0  loss 5.6  logits [2, 32, 256]

@@ -1,7 +1,7 @@
-"""A job that can be left alone: it saves, and goes on by itself.
+"""A job that runs unattended: it saves regularly, and resumes by itself.
 
-Kill a rank (`kill -9`) and torchrun starts all of them again; they go on from the newest save. End
-torchrun (`kill`, or a cluster that takes its machines back) and they save within a step.
+Kill a rank (`kill -9`), and torchrun restarts all ranks, which resume from the newest save. End
+torchrun (`kill`, or a cluster that reclaims its machines), and they save within one step.
 
 $ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/long_run.py run
 step 10  loss 10.600

@@ -1,4 +1,4 @@
-"""Frozen weights with trained low-rank adapters: only the adapters' gradients travel.
+"""Frozen weights with trained low-rank adapters: only the adapters' gradients are reduced.
 
 $ torchrun --standalone --nproc-per-node 2 examples/lora.py
 step  0  loss 0.41

@@ -1,6 +1,6 @@
-"""Stop in the middle of an epoch, and go on with the rows that are left, also on other ranks.
+"""Stop in the middle of an epoch, and resume with the remaining rows, on any number of ranks.
 
-Needs torchdata. The loader's own state is for as many ranks; on others its rows are counted.
+Needs torchdata. The loader's state fits the same number of ranks; otherwise rows are counted.
 
 $ torchrun --standalone --nproc-per-node 2 examples/mid_epoch.py whole 12
 step 12  loss 3.844
@@ -36,7 +36,7 @@ def main(folder, last):
     model = zerofx.compile(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     extra = zerofx.resume(folder, model, optimizer) or {}
-    seen = extra.get("seen", 0)  # rows of this epoch, of all ranks
+    seen = extra.get("seen", 0)  # rows of this epoch, over all ranks
     if extra.get("world_size") == world_size:
         loader.load_state_dict(extra["loader"])
     else:

@@ -1,4 +1,4 @@
-"""Your own model in three changed lines: import, compile, optimizer over the compiled parameters.
+"""Your own model with three changed lines: the import, the compile, and the optimizer.
 
 $ torchrun --standalone --nproc-per-node 2 examples/own_model.py
 step  0  loss 1.20
@@ -17,7 +17,7 @@ import zerofx
 
 
 class Classifier(nn.Module):
-    """Nothing here knows of zerofx."""
+    """A plain module that does not know zerofx."""
 
     def __init__(self):
         super().__init__()

@@ -1,6 +1,6 @@
-"""Ray Train on its own local cluster: a worker dies, Ray starts both again, and they go on.
+"""Ray Train on a local cluster: a worker dies, Ray restarts both workers, and they resume.
 
-Needs ray[train]. Worker 1 kills itself once, at the step that is given.
+Needs ray[train]. Worker 1 kills itself once, at the given step.
 
 $ python examples/ray_train.py run 13
 started at step 0
@@ -23,7 +23,7 @@ from torch import nn
 import zerofx
 
 
-def train(config):  # on each worker, whose process group Ray has made
+def train(config):  # runs on each worker, in the process group that Ray has created
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
     model = zerofx.compile(model, zerofx.Plan(stage=3))

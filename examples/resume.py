@@ -1,4 +1,4 @@
-"""Start on 2 ranks at stage 3, go on in one process at stage 1: the run does not notice.
+"""Start on 2 ranks at stage 3, and resume in one process at stage 1, with the same losses.
 
 $ torchrun --standalone --nproc-per-node 2 examples/resume.py start
 step 10  loss 10.600

@@ -1,6 +1,6 @@
-"""A bidirectional GRU over words whose embeddings are sums of a large table's rows.
+"""A bidirectional GRU over words whose embeddings are sums of rows of a large table.
 
-The rows that a step looks up are all that travels of the table's gradient.
+Of the table's gradient, only the rows that a step looks up are sent.
 
 $ torchrun --standalone --nproc-per-node 2 examples/text_rnn.py
 step   0  loss 2.1  table [65536, 16]
@@ -17,10 +17,10 @@ from torch import nn
 import zerofx
 
 ROWS, WIDTH, LENGTH, PIECES = 1 << 16, 16, 24, 6
-HELP = sorted(pydoc_data.topics.topics.values(), key=len)[-8:]  # the longest pages of it
+HELP = sorted(pydoc_data.topics.topics.values(), key=len)[-8:]  # its longest pages
 
 
-def pieces(word):  # the rows of its parts of 3 letters; row 0 is nothing
+def pieces(word):  # the rows of its 3-letter parts; row 0 means none
     parts = [f"<{word}>"[i : i + 3].encode() for i in range(len(word))]
     return ([zlib.crc32(part) % (ROWS - 1) + 1 for part in parts] + [0] * PIECES)[:PIECES]
 

@@ -1,4 +1,4 @@
-"""transformers' Trainer over zerofx: it trains, evaluates and saves, and a second one resumes.
+"""transformers' Trainer on zerofx: one trains, evaluates and saves; a second one resumes.
 
 $ torchrun --standalone --nproc-per-node 2 examples/trainer.py
 step 10  loss 5.0
@@ -19,7 +19,7 @@ FOLDER = f"{tempfile.gettempdir()}/zerofx-example-trainer"
 
 
 class Counting(Dataset):
-    """Rows of numbers that count on from different beginnings."""
+    """Rows of consecutive numbers with different starting points."""
 
     def __len__(self):
         return 512

@@ -1,4 +1,4 @@
-"""Turing-NLG: its 17 B shape planned on paper, and a small GPT of the same make with layers cut.
+"""Turing-NLG: its 17 B shape planned on paper, and a small GPT with the same kind of cut layers.
 
 $ python -m zerofx plan-for "256x V100" --target examples/turing_nlg.py:turing --out plan.yaml \
     --global-batch 512 --stage 3 --set precision=fp16 --set activations=recompute --set offload=none
@@ -27,7 +27,7 @@ def gpt(layers, hidden, heads, context, vocabulary):
 
 
 def turing():
-    """The shape, batch (512 x 1024 tokens) and devices of "Turing-NLG: A 17-billion-parameter
+    """Return shape, batch (512 x 1024 tokens) and devices of "Turing-NLG: A 17-billion-parameter
     language model by Microsoft" (C. Rosset, 2020), where 4 ranks shared each layer."""
     with torch.device("meta"):
         tokens = torch.zeros(2, 1024, dtype=torch.long)

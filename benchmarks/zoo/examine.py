@@ -1,14 +1,16 @@
-"""One model trained plainly and compiled: do they make the same numbers?
+"""One model trained plainly and compiled: do both produce the same numbers?
 
-It trains two steps with SGD from equal weights on equal batches. Compared are the losses, what the
-calls return, every gradient of both steps, of inputs too, and every parameter and buffer after it.
-On several ranks each has batches of its own, and plain training takes the mean of their gradients.
+It trains two steps with SGD from equal weights on equal batches. The losses, the results of the
+calls, every gradient of both steps (including those of inputs), and every parameter and buffer
+afterwards are compared. On several ranks, each has its own batches, and plain training takes the
+mean of their gradients.
 
-A tensor is equal if it is within 2e-6 of plain training's, as a norm, relative, or if it is a
-gradient below 1e-7 of the model's in both: its true value is zero. One that is further off is
-"rounding" if it is within 1e-5 of training in double precision, or about as far from it as plain
-training, or if it is about as far from plain training as that is from itself once all weights are
-changed by one last bit. Everything else is "different".
+A tensor is equal if it is within 2e-6 of plain training's, as a relative norm, or if it is a
+gradient below 1e-7 of the model's in both, since its true value is zero. A tensor with a larger
+difference counts as "rounding" in three cases: it is within 1e-5 of training in double precision;
+it is about as far from double precision as plain training; or it is about as far from plain
+training as plain training is from itself after all weights change by their last bit. Everything
+else is "different".
 """
 
 from __future__ import annotations
@@ -50,16 +52,16 @@ class Case(Protocol):
 
 @dataclass
 class Run:
-    """What a training made, all of it in the order in which it was made, by name."""
+    """The results of a training, in order, by name."""
 
     rate: float = 0.0
-    norm: float = 0.0  # the largest of a step's whole gradient
+    norm: float = 0.0  # the largest norm of a step's whole gradient
     made: dict[str, Tensor] = field(default_factory=dict)
     first_s: float = 0.0
 
 
 def loss_of(result: Any) -> Tensor:
-    """Return a model's loss, or the mean square of all that it returns if it has none."""
+    """Return a model's loss, or the mean square of all its results if it has none."""
     if getattr(result, "loss", None) is not None:
         return result.loss  # type: ignore[no-any-return]
     values = [v for v in _leaves(result) if v.requires_grad]
@@ -71,11 +73,11 @@ def _leaves(value: Any) -> list[Tensor]:
 
 
 def train(model: nn.Module, steps: list[list[Call]], rate: float = 0.0) -> Run:
-    """Train on each step's calls once, one per rank that this process stands for.
+    """Train on each step's calls once, one per rank that this process simulates.
 
-    What the first of them returns and does to buffers counts; gradients are the mean of all.
+    Results and buffer updates of the first rank count; gradients are the mean of all.
 
-    rate: the learning rate, chosen by the first gradient if 0.
+    rate: the learning rate; if 0, it is chosen from the first gradient.
     """
     run = Run(rate)
     for step, calls in enumerate(steps):
@@ -117,7 +119,7 @@ def _restore(model: nn.Module, buffers: list[Tensor]) -> None:
 
 
 def _note(run: Run, step: int, result: Any, call: Call) -> None:
-    """Keep what a call returned, and the gradients of its arguments."""
+    """Keep the results of a call, and the gradients of its arguments."""
     for number, value in enumerate(_leaves(result)):
         run.made[f"output {number} of step {step}"] = value.detach().clone()
     for number, value in enumerate(_leaves(call)):
@@ -130,7 +132,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def in_double(model: nn.Module, steps: list[list[Call]], rate: float) -> Run:
-    """Train in double precision; what a model does in single precision by itself stays so."""
+    """Train in double precision, except where the model itself chooses single precision."""
     wide = pytree.tree_map(_widened, steps)
     return train(model.double(), wide, rate)
 
@@ -142,7 +144,7 @@ def _widened(value: Any) -> Any:
 
 
 def _own(calls: Any) -> Any:
-    """Return a copy that shares nothing with `calls`, which backward writes gradients to."""
+    """Return a copy that shares nothing with `calls`, to which backward writes gradients."""
     return pytree.tree_map(
         lambda v: (
             v.detach().clone().requires_grad_(v.requires_grad)
@@ -160,7 +162,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def compare(wanted: Run, found: Run) -> tuple[dict[str, float], list[str]]:
-    """Return relative distances above the tolerance, by name, and what only one run made."""
+    """Return relative distances above the tolerance, by name, and results of only one run."""
     far = {}
     for name in wanted.made.keys() & found.made.keys():
         size = float(wanted.made[name].double().nan_to_num(7e77).norm())
@@ -172,7 +174,7 @@ def compare(wanted: Run, found: Run) -> tuple[dict[str, float], list[str]]:
 
 
 def is_rounding(name: str, wanted: Run, found: Run, exact: Run) -> bool:
-    """Tell whether plain training is about as far from double precision as what was found."""
+    """Return whether plain training is about as far from double precision as the result."""
     truth = exact.made[name]
     allowed = AS_FAR * distance(wanted.made[name], truth) + NEAR * float(truth.norm())
     return distance(found.made[name], truth) <= allowed
@@ -189,7 +191,7 @@ def moved_a_bit(model: nn.Module) -> nn.Module:
 
 
 def is_unsteady(name: str, wanted: Run, found: Run, moved: Run) -> bool:
-    """Tell whether plain training is about as far from itself with weights moved a bit."""
+    """Return whether plain training is about as far from itself with weights moved by a bit."""
     if name not in moved.made or moved.made[name].shape != found.made[name].shape:
         return False
     allowed = AS_FAR * distance(wanted.made[name], moved.made[name])
@@ -197,7 +199,7 @@ def is_unsteady(name: str, wanted: Run, found: Run, moved: Run) -> bool:
 
 
 class Warnings(logging.Handler):
-    """Keeps what zerofx warns of."""
+    """Collects zerofx's warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -208,9 +210,9 @@ class Warnings(logging.Handler):
 
 
 def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Outcome:
-    """Train one model plainly and compiled, and say how they compare.
+    """Train one model plainly and compiled, and report how they compare.
 
-    On several ranks the process group exists, and what rank 0 returns counts.
+    On several ranks, the process group exists, and rank 0's result counts.
     """
     from zerofx.errors import ZerofxError
 
@@ -255,7 +257,7 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
     try:
         exact = in_double(_made(case, start), steps, wanted.rate)
         wrong = {n: v for n, v in far.items() if not is_rounding(n, wanted, found, exact)}
-    except Exception as error:  # the model has formats of its own in its code
+    except Exception as error:  # the model has fixed dtypes in its code
         outcome["double"] = f"{type(error).__name__}: {error}"
     if wrong:
         moved = train(moved_a_bit(_made(case, start)), _own(steps), wanted.rate)
@@ -268,7 +270,7 @@ def examine(case: Case, kernels: str, rank: int = 0, world_size: int = 1) -> Out
 
 
 def _made(case: Case, start: list[Tensor]) -> nn.Module:
-    """Make the model again with these parameters: some are uninitialised memory."""
+    """Create the model again with these parameters: some are uninitialised memory."""
     model = case.make()
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), start, strict=True):
@@ -294,7 +296,7 @@ def _compiled(
 
 
 def plainly(case: Case) -> Outcome:
-    """Train a model plainly alone."""
+    """Train a model only plainly."""
     torch.set_num_threads(1)
     try:
         model = case.make()

@@ -1,7 +1,7 @@
-"""Models of timm, torchvision and diffusers, small, and torch's own database of modules.
+"""Small models of timm, torchvision and diffusers, and torch's own database of modules.
 
-Dropout and drop path are off, so that nothing depends on the order of random draws. What a model
-is given at random is drawn from the seed of the batch.
+Dropout and drop path are off, so that nothing depends on the order of random draws. Random inputs
+of a model are drawn from the seed of the batch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Draw = Callable[[torch.Generator], Any]
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """Move every parameter from its start value, and turn dropout off."""
+    """Move every parameter from its initial value, and turn dropout off."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -35,7 +35,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True)
 class Built:
-    """A model that a function makes, and how each of its arguments is drawn."""
+    """A model that a function creates, and how each of its arguments is drawn."""
 
     group: str
     model: str
@@ -58,7 +58,7 @@ def reals(*shape: int) -> Draw:
 
 
 def whole_reals(*shape: int) -> Draw:
-    """The same for shapes that have no batch in front."""
+    """Draw the same for shapes without a leading batch dimension."""
     return lambda generator: torch.randn(shape, generator=generator)
 
 

@@ -1,13 +1,13 @@
-"""Models of transformers, timm, torchvision, diffusers and torch: the same numbers as plainly?
+"""Models of transformers, timm, torchvision, diffusers and torch: same numbers as plain training?
 
     python -m benchmarks.zoo                               # every part that is installed
     python -m benchmarks.zoo --part timm,diffusers
     python -m benchmarks.zoo --part "2 ranks" --only T5,Swin
     python -m benchmarks.zoo --plain                       # do the models themselves train?
 
-Each model has a process of its own (`examine.py` says what is compared), or one per rank. A part
-that needs a package that is not installed says how to get it. `--note FILE --resume` goes on with
-a run that was stopped, and examines again what was not equal.
+Each model has a process of its own, or one per rank (`examine.py` describes the comparison). A part
+that needs a missing package prints how to install it. `--note FILE --resume` continues an
+interrupted run, and repeats models that were not equal.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.zoo import other_models, transformers_models
 from benchmarks.zoo.examine import Case, Outcome, examine, plainly
 
 TIMEOUT_S = 240
-# What every model imports: its process is forked from one that has it already.
+# Modules that every model imports: its process is forked from one that has imported them.
 PRELOADED = """
     torch torch._inductor.compile_fx zerofx.api zerofx.passes.order zerofx.model.programs
     zerofx.codegen.emit zerofx.codegen.load zerofx.runtime.regions.load benchmarks.zoo.run
@@ -47,10 +47,10 @@ PRELOADED = """
 
 @dataclass(frozen=True)
 class Part:
-    """What is examined together, and is one row of the table.
+    """Models that are examined together, and form one row of the table.
 
-    needs: packages, with how each is installed.
-    sample: how many of the models, spread evenly over the list; 0 is all.
+    needs: packages, and how to install each.
+    sample: how many of the models, spread evenly over the list; 0 means all.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Part:
     sample: int = 0
 
     def missing(self) -> str:
-        """Say which package cannot be imported, why, and how to get it; "" if none."""
+        """Return which package cannot be imported, why, and how to get it; "" if none."""
         for package, install in self.needs:
             try:
                 importlib.import_module(package)
@@ -198,7 +198,7 @@ def brief(outcome: Outcome) -> str:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of what the models come from."""
+    """Return the versions of the packages that provide the models."""
     found = {}
     for package in ("transformers", "timm", "torchvision", "diffusers"):
         try:
@@ -238,13 +238,23 @@ def run(options: argparse.Namespace, parts: list[Part]) -> list[Outcome]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", default="", help="parts of parts' names, separated by commas")
-    parser.add_argument("--only", default="", help="parts of models' names, separated by commas")
-    parser.add_argument("--plain", action="store_true", help="train plainly alone")
+    parser.add_argument(
+        "--part",
+        default="",
+        help="only parts with one of these texts in their name, separated by commas",
+    )
+    parser.add_argument(
+        "--only",
+        default="",
+        help="only models with one of these texts in their name, separated by commas",
+    )
+    parser.add_argument("--plain", action="store_true", help="only train plainly")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds for each model")
-    parser.add_argument("--note", type=Path, help="a file that gets each result as it is made")
-    parser.add_argument("--resume", action="store_true", help="keep what --note has already")
-    parser.add_argument("--keep", default=",".join(GOOD), help="the results that --resume keeps")
+    parser.add_argument("--note", type=Path, help="a file to which each result is appended")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the results that are already in --note"
+    )
+    parser.add_argument("--keep", default=",".join(GOOD), help="the verdicts that --resume keeps")
     options = parser.parse_args()
     asked = [name for name in options.part.split(",") if name]
     parts = [p for p in PARTS if not asked or any(name in p.name for name in asked)]

@@ -1,7 +1,7 @@
 """Transformers architectures with small configurations, and the inputs of one training call.
 
-What a configuration leaves at its default is made small by `SMALL`, wherever the field is an
-integer. Dropout is off, so that nothing depends on the order of random draws.
+Integer fields that a configuration leaves at their default are made small by `SMALL`. Dropout is
+off, so that nothing depends on the order of random draws.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.zoo.examine import Call
 
 BATCH, LENGTH, VOCAB, SIDE = 2, 16, 64, 32
-FIRST_WORD = 3  # tokens below it mean padding, beginning and end
+FIRST_WORD = 3  # smaller tokens mean padding, beginning and end
 
 SMALL = {
     "hidden_size": 32, "d_model": 32, "n_embd": 32, "emb_dim": 32, "embedding_size": 32,
@@ -86,9 +86,10 @@ PAIRS: Inputs = {"input_ids": Words(), "return_loss": Fixed(True)} | PIXELS
 
 @dataclass(frozen=True)
 class Case:
-    """One architecture: its class in transformers, its inputs, and what its configuration says.
+    """One architecture: its class in transformers, its inputs, and its configuration.
 
-    is_called_first: it is called once before it is compiled, as it installs hooks at a first call.
+    is_called_first: whether it is called once before it is compiled, because it installs hooks in
+        its first call.
     """
 
     group: str
@@ -143,7 +144,7 @@ def tiny(kind: Any, fields: Fields) -> Any:
     return kind(**made)
 
 
-# -- parts that several models are made of --------------------------------------------------------
+# -- parts shared by several models ---------------------------------------------------------------
 CONV = {"conv_dim": [16, 16], "conv_stride": [5, 4], "conv_kernel": [10, 4]}
 SPEECH = {
     **CONV, "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2,
@@ -175,7 +176,7 @@ SEEN = [[1] + [IMAGE_TOKEN] * 16 + [5, 6, 7, 8, 9, 11, 12]] * BATCH  # 16 patche
 
 
 def seeing(more: Fields | None = None) -> Inputs:
-    """Return the inputs of a model that looks at one image per text."""
+    """Return the inputs of a model that sees one image per text."""
     text = {"input_ids": Fixed(SEEN), "labels": Words((BATCH, len(SEEN[0])))}
     return {**text, **PIXELS, "attention_mask": Fixed([[1] * len(SEEN[0])] * BATCH), **(more or {})}
 
@@ -541,7 +542,7 @@ CASES = [
           "timesteps": Words((BATCH, 4), 8), "attention_mask": Fixed([[1] * 4] * BATCH)},
          {"max_ep_len": 16}),
     ),
-    # -- what the configuration above makes small enough by itself
+    # -- models that the configuration above makes small enough
     *_plain("decoder", TEXT, """
         AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM AriaTextForCausalLM
         BailingHybridForCausalLM BeamForCausalLM BertGenerationDecoder BioGptForCausalLM

@@ -45,7 +45,7 @@ def loaded_again(folder: str, kind: str, plan: dict[str, Any], which: str) -> tu
     zerofx.save(f"{folder}/save", model, optimizer)
     told = failing_step(model, optimizer, which, 1)
     for go_on in (lambda: train(model, optimizer, "gpt", 3, 4), model.state_dict().copy):
-        with pytest.raises(NvmeError, match=r"zerofx\.load an earlier state before going on"):
+        with pytest.raises(NvmeError, match=r"zerofx\.load an earlier state before continuing"):
             go_on()  # on every rank
     zerofx.load(f"{folder}/save", model, optimizer)
     train(model, optimizer, "gpt", 2, STEPS)

@@ -609,7 +609,7 @@ def doubles(fields: dict[str, Any]) -> None:
         assert all(p.grad.dtype is p.dtype is torch.float64 for p in both.model.parameters())
         both.step()
     model = zerofx.compile(mlps(4), zerofx.Plan(**{**ATEN, **fields}))
-    with pytest.raises(ShardError, match=r"convert the model before zerofx\.compile"):
+    with pytest.raises(ShardError, match=r"Convert the model before zerofx\.compile"):
         model.to(torch.float64)
 
 

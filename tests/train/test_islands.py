@@ -397,7 +397,7 @@ def whole() -> None:
 
 def test_whole_parameters_for_eager_code() -> None:
     whole()
-    with pytest.raises(ArgumentError, match="no part of a compiled model"), zerofx.whole(mlp()):
+    with pytest.raises(ArgumentError, match="not part of a compiled model"), zerofx.whole(mlp()):
         pass
 
 

@@ -228,4 +228,4 @@ def clear_on_rank_0(stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_rank_that_clears_alone_is_named(pool: Pool, stage: int) -> None:
     for text in pool.run(2, clear_on_rank_0, stage):
-        assert ("adds to gradients=", "reduction of what no_sync summed")[stage] in text
+        assert ("adds to gradients=", "reduction of the sums of no_sync")[stage] in text

@@ -230,7 +230,7 @@ def other_samples() -> str:
 
 def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     for text in pool.run(2, other_samples):
-        assert "differs between the 2 ranks that have layers of the model each" in text
+        assert "differs between the 2 ranks that each have some layers of the model" in text
 
 
 class Weighted(nn.Module):
@@ -262,7 +262,7 @@ def weighted() -> tuple[str, Tensor, Tensor]:
 
 def test_what_is_cut_by_mistake_is_named(pool: Pool) -> None:
     for said, mine, theirs in pool.run(2, weighted):
-        assert "cut along dimension 0: those of [8, 8], [8, 8]. If one of them" in said
+        assert "cut along dimension 0: those of [8, 8], [8, 8]. If dimension 0 of one" in said
         torch.testing.assert_close(mine, theirs)
 
 

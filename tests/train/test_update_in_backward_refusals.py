@@ -20,7 +20,7 @@ def test_a_second_backward_raises_before_it_changes_anything() -> None:
     model, optimizer, batch = simple()
     model(*batch).backward()
     before = values(model)
-    with pytest.raises(GradientError, match=r"second backward since optimizer.step"):
+    with pytest.raises(GradientError, match=r"second backward ran since optimizer\.step"):
         model(*batch).backward()
     assert is_unchanged(model, before)
     optimizer.step()
@@ -133,7 +133,7 @@ def test_clipping_by_the_optimizer_raises() -> None:
 def test_a_torch_optimizer_raises() -> None:
     model = mixed_model()
     built = torch.optim.AdamW(model.parameters())
-    with pytest.raises(ShardError, match=r"torch.optim.AdamW cannot; use zerofx.optim"):
+    with pytest.raises(ShardError, match=r"torch.optim.AdamW cannot. Use zerofx.optim"):
         zerofx.compile(model, {**EARLY, "stage": 3}, optimizer=built)
     model = zerofx.compile(model, {**EARLY, "stage": 3})
     torch.optim.AdamW(model.parameters())
@@ -154,7 +154,7 @@ def test_a_dropped_optimizer_raises() -> None:
 
 def test_no_sync_raises() -> None:
     model, _, _ = simple()
-    with pytest.raises(GradientError, match=r"no_sync\(\) puts off"), model.no_sync():
+    with pytest.raises(GradientError, match=r"no_sync\(\) postpones"), model.no_sync():
         pass
 
 

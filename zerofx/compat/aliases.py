@@ -1,4 +1,4 @@
-"""What a region's results are to its inputs: new tensors, views of an input, or that very input."""
+"""Aliases: whether a region's results are new tensors, views of an input, or that input itself."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import torch
 
 from zerofx.compat.graphs import OpOverload
 
-Alias = tuple[int, int, bool]  # result, input whose memory it looks into, is it that very input
+# Result, input whose memory it shares, whether it is that input itself.
+Alias = tuple[int, int, bool]
 
 
 def results_in_inputs(graph: torch.fx.Graph) -> list[Alias] | None:
-    """Return the results of a graph that look into its inputs.
+    """Return the results of a graph that share memory with its inputs.
 
-    None where running the graph takes more than computing its results: an input is written to, or
+    Returns None if running the graph does more than compute its results: an input is written to, or
     an op may or may not return a view.
     """
     calls = [n for n in graph.nodes if n.op == "call_function"]
@@ -36,7 +37,7 @@ def results_in_inputs(graph: torch.fx.Graph) -> list[Alias] | None:
 
 
 def is_tensor_call(target: Any) -> bool:
-    """Tell whether a call computes or looks into tensors, and not a size from sizes."""
+    """Return whether a call computes or views tensors, rather than computing a size from sizes."""
     if target is operator.getitem or not callable(target):
         return True
     name = getattr(target, "__name__", "")
@@ -45,13 +46,13 @@ def is_tensor_call(target: Any) -> bool:
 
 
 def is_view(target: Any) -> bool:
-    """Tell whether a call only looks into what it is given (or takes a tuple apart)."""
+    """Return whether a call only views its argument (or takes a tuple apart)."""
     if not isinstance(target, OpOverload):
         return target is operator.getitem
     return all(r.alias_info and not r.alias_info.is_write for r in target._schema.returns)
 
 
 def _is_undecided(target: Any) -> bool:
-    """Tell whether an op is made of others, which copy or not (`reshape`, `contiguous`)."""
+    """Return whether an op is a composite that may or may not copy (`reshape`, `contiguous`)."""
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     return isinstance(target, OpOverload) and target.has_kernel_for_dispatch_key(key)

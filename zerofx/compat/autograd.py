@@ -1,7 +1,8 @@
-"""Hooks and running backwards: which are there, and what was asked of them.
+"""Autograd: which hooks are registered, and how the running backward was called.
 
-Whether retain_graph was asked for, and which gradients, has no public accessor: saved values can be
-freed during backward only if it was not, and autograd.grad must leave p.grad alone.
+torch has no public accessor for whether retain_graph was set, or which gradients were requested.
+Saved values can be freed during backward only if it was not set, and autograd.grad must leave
+p.grad unchanged.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ NORM_HOOKS = (WeightNorm, SpectralNorm)
 
 
 def is_profiling() -> bool:
-    """Tell whether a torch.profiler runs that sees this thread."""
+    """Return whether a torch.profiler that observes this thread is running."""
     return bool(torch.autograd._profiler_enabled())
 
 
 def dual_level() -> int:
-    """Return how many levels of forward-mode differentiation are entered, less one."""
+    """Return the number of active levels of forward-mode differentiation, minus one."""
     return int(torch.autograd.forward_ad._current_level)
 
 
 def is_transforming() -> bool:
-    """Tell whether a transform of `torch.func` (grad, jvp, vmap) is under way."""
+    """Return whether a transform of `torch.func` (grad, jvp, vmap) is active."""
     return torch._C._functorch.maybe_current_level() is not None
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:
-    """Tell whether `register_hook` or `register_post_accumulate_grad_hook` was called on a leaf."""
+    """Return whether a leaf has a hook (`register_hook`, `register_post_accumulate_grad_hook`)."""
     with torch._C.DisableTorchFunctionSubclass():
         return bool(param._backward_hooks) or bool(param._post_accumulate_grad_hooks)
 
@@ -52,34 +53,34 @@ def recording_autograd() -> Iterator[None]:
 
 
 def keeps_graph() -> bool:
-    """Return whether the backward now running was called with retain_graph=True."""
+    """Return whether the running backward was called with retain_graph=True."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def backward_number() -> int:
-    """Return a number of the backward that runs now, which no other one has; -1 outside."""
+    """Return a number that is unique to the running backward; -1 outside of one."""
     return int(torch._C._current_graph_task_id())
 
 
 def at_end_of_backward(run: Callable[[], None]) -> None:
-    """Call `run` when the backward that runs now has done all else."""
+    """Call `run` when the running backward has done everything else."""
     torch.autograd.Variable._execution_engine.queue_callback(run)
 
 
 def will_run(node: Any) -> bool:
-    """Return whether the backward now running will reach this node of autograd's graph."""
+    """Return whether the running backward will reach this node of autograd's graph."""
     return bool(torch._C._will_engine_execute_node(node))
 
 
 def asks_for(leaf: Any) -> str:
-    """Return what the backward now running wants of a leaf, given as its AccumulateGrad node.
+    """Return how the running backward uses a leaf, given as its AccumulateGrad node.
 
-    "accumulate": it is among the `inputs` of backward(). "return": autograd.grad was called for it.
-    "": neither. To be asked only while a backward runs that is not for all leaves.
+    "accumulate": the leaf is among the `inputs` of backward(). "return": autograd.grad was called
+    for it. "": neither. Call this only during a backward that is not for all leaves.
     """
     try:
         return "accumulate" if will_run(leaf) else ""
-    except RuntimeError as error:  # torch tells of autograd.grad by refusing the question
+    except RuntimeError as error:  # torch signals autograd.grad by raising here
         if "autograd.grad" not in str(error):
             raise
         return "return"

@@ -1,18 +1,18 @@
-"""Other code of torch.distributed at a model: which part of it is calling, and what it has touched.
+"""Callers: which part of torch.distributed is using a model, and which marks it has left.
 
-None of it says who it is, and none has a hook, so the module of the caller decides, or the mark
-that a caller leaves.
+These libraries do not identify themselves, and they offer no hooks. So the calling module decides,
+or a mark that a caller leaves.
 
-Checkpoints ask for the same attributes as users, with other needs. `get_model_state_dict` calls the
+Checkpoints use the same attributes as users, with other needs. `get_model_state_dict` calls the
 model's own `state_dict()`, but wants shards, not whole tensors.
 `set_*_state_dict(full_state_dict=True, broadcast_from_rank0=True)` calls `to_local()` of a
-parameter in order to write rows of it there. `async_save` copies DTensors by `new_empty()` and
-their attributes.
+parameter in order to write rows into it. `async_save` copies DTensors with `new_empty()` and their
+attributes.
 
-Wrappers do not ask a module whether it may be wrapped. Each does something to it first that the
-module can notice, before anything has changed: DistributedDataParallel looks for a list of
-parameters to ignore, DataParallel lists the parameters to copy, `fully_shard` and `replicate` note
-themselves in the module's `__dict__`, FullyShardedDataParallel and `fully_shard` mark the modules
+Wrappers do not ask a module whether it may be wrapped. But each first does something to the module
+that can be detected before anything has changed. DistributedDataParallel reads a list of parameters
+to ignore, and DataParallel lists the parameters to copy. `fully_shard` and `replicate` register
+themselves in the module's `__dict__`. FullyShardedDataParallel and `fully_shard` mark the modules
 that they manage, and `distribute_module` looks for its own mark.
 """
 
@@ -48,25 +48,25 @@ _DISTRIBUTION = "torch.distributed._state_dict_utils"
 _INSIDE = {DistributedDataParallel: "module", DataParallel: "module"}
 
 
-# -- who is calling -------------------------------------------------------------------------------
+# -- the caller ----------------------------------------------------------------------------------
 def _is_in(module: str, depth: int) -> bool:
-    """Tell whether the frame `depth` above the caller runs code of `module`, or inside it."""
+    """Return whether the frame `depth` above the caller runs code of `module` or of a submodule."""
     name = str(sys._getframe(depth + 1).f_globals.get("__name__"))
     return name == module or name.startswith(f"{module}.")
 
 
 def is_called_by(module: str) -> bool:
-    """Tell whether the function that asks was called by torch's `module`, or by one inside it."""
+    """Return whether the calling function was called by torch's `module`, or by one inside it."""
     return _is_in(module, 2)
 
 
 def asking(module: str) -> Any:
-    """Return the object whose method in `module` called the function that asks; else None."""
+    """Return the object whose method in `module` called the calling function, else None."""
     return sys._getframe(2).f_locals.get("self") if _is_in(module, 2) else None
 
 
 def saving_state() -> Any:
-    """Return the Accelerator whose `save_state` asks for a model's state dict; else None."""
+    """Return the Accelerator whose `save_state` requests a model's state dict, else None."""
     asker = sys._getframe(2)
     is_get_state_dict = _is_in("accelerate.accelerator", 2)
     if not is_get_state_dict or asker.f_back is None or asker.f_back.f_code.co_name != "save_state":
@@ -75,48 +75,48 @@ def saving_state() -> Any:
 
 
 def is_called_by_checkpoint() -> bool:
-    """Tell whether the function that asks was called by torch.distributed.checkpoint itself."""
+    """Return whether the calling function was called by torch.distributed.checkpoint itself."""
     return _is_in("torch.distributed.checkpoint", 2)
 
 
 def is_within_checkpoint() -> bool:
-    """Tell whether torch.distributed.checkpoint runs on this thread, however deep."""
+    """Return whether torch.distributed.checkpoint runs anywhere on this thread's stack."""
     depth = 1
     while True:
         try:
             if _is_in("torch.distributed.checkpoint", depth):
                 return True
-        except ValueError:  # the stack ends
+        except ValueError:  # the end of the stack
             return False
         depth += 1
 
 
 def is_called_by_distribution() -> bool:
-    """Tell whether it was called by the code that hands a full state dict out to the ranks."""
+    """Return whether the caller is the code that distributes a full state dict to the ranks."""
     return _is_in(_DISTRIBUTION, 2)
 
 
 def is_called_by_stager() -> bool:
-    """Tell whether `async_save`'s copy called what a `__torch_function__` handler answers."""
+    """Return whether `async_save` called the function that a `__torch_function__` handler runs."""
     return _is_in(_STAGER, 3)
 
 
 def is_called_to_generate() -> bool:
-    """Tell whether transformers asks for the mark of FSDP, but not from its Trainer.
+    """Return whether transformers reads the mark of FSDP, unless its Trainer does.
 
-    The Trainer would handle the gradients of such a model by methods of FSDP2.
+    The Trainer would handle the gradients of such a model with methods of FSDP2.
     """
     return _is_in("transformers", 2) and not _is_in("transformers.trainer", 3)
 
 
-# -- what it has touched --------------------------------------------------------------------------
+# -- the caller's marks ---------------------------------------------------------------------------
 def unwrapped(module: nn.Module) -> str:
-    """Return the attribute in which a wrapper has the plain module, "" if it is no wrapper."""
+    """Return the attribute in which a wrapper keeps the plain module, or "" if it is no wrapper."""
     return next((inside for kind, inside in _INSIDE.items() if isinstance(module, kind)), "")
 
 
 def distributed_by(module: nn.Module) -> str:
-    """Return what has made a module parallel in place, or around flat parameters; "" if none."""
+    """Return what made a module parallel, in place or around flat parameters; "" if nothing."""
     if "replicate" in module.__dict__.get(REGISTRY_KEY, ()):
         return "replicate"
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # if it was not imported, it was not used
@@ -130,7 +130,7 @@ def distributed_by(module: nn.Module) -> str:
 def applied(module: nn.Module) -> list[str]:
     """Return the names of composable APIs that are being applied to a module; forget them.
 
-    They note themselves (`fully_shard`, `replicate`) before they look at the parameters.
+    They register themselves (`fully_shard`, `replicate`) before they look at the parameters.
     """
     found = list(module.__dict__.get(REGISTRY_KEY, ()))
     if found:
@@ -140,7 +140,7 @@ def applied(module: nn.Module) -> list[str]:
 
 
 def reducer_of(params: Any) -> str:
-    """Return "DistributedDataParallel" if one that runs now reduces any of these parameters."""
+    """Return "DistributedDataParallel" if a running instance reduces any of these parameters."""
     running = DistributedDataParallel._active_ddp_module
     if running is None:
         return ""

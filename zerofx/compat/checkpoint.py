@@ -1,6 +1,7 @@
-"""The files of torch.save and torch.distributed.checkpoint: where each tensor lies in them.
+"""Checkpoint files: the offsets of tensors in files of torch.save and distributed checkpoints.
 
-Its own writer is not used: that of 2.13 holds every tensor until all of a file has been written.
+torch's own writer is not used, because that of 2.13 holds every tensor until the whole file has
+been written.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan
 
-# All that the index of a checkpoint is made of, besides dtypes. Nothing else in one is unpickled.
+# The classes in the index of a checkpoint, besides dtypes. No others are unpickled from one.
 INDEX_PARTS = frozenset(
     {
         "torch.Size",
@@ -36,14 +37,14 @@ def file_of(plan: SavePlan) -> str:
 
 
 def storage_info(name: str, offset: int, length: int) -> Any:
-    """Return what the index says of one item: bytes offset:offset + length of a file."""
+    """Return the index entry of one item: bytes offset:offset + length of a file."""
     return _StorageInfo(name, offset, length)
 
 
 def storage_offset(tensor: torch.Tensor) -> int:
-    """Return at which byte of its file the storage of a tensor lies.
+    """Return the byte offset of a tensor's storage in its file.
 
-    The tensor comes from `torch.load(..., map_location="meta")`, which notes it.
+    The tensor comes from `torch.load(..., map_location="meta")`, which records the offset.
     """
     offset = tensor.untyped_storage()._checkpoint_offset
     assert isinstance(offset, int), "the tensor was not loaded to meta"

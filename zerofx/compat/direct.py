@@ -1,9 +1,9 @@
-"""A compiled region by itself: the call that Inductor generated, run without importing Inductor.
+"""Direct form of a compiled region: Inductor's generated call, run without importing Inductor.
 
-Inductor's artifact needs its compiler to be loaded: half a second of imports, a hash of all of
-torch's source, and the C++ compiler asked again for its vector instructions and headers. What runs
-in the end is one generated function and a few shared libraries. Where that function uses only what
-is known here, both are kept beside the artifact (`save_direct`) and loaded alone (`load_direct`).
+Loading Inductor's artifact requires its compiler: half a second of imports, a hash of all of
+torch's source, and another test of the C++ compiler's vector instructions and headers. In the end,
+only one generated function and a few shared libraries run. If that function uses only known names,
+both are stored next to the artifact (`save_direct`) and loaded alone (`load_direct`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from zerofx.compat.aliases import Alias
 
 _GUARDS: Any = torch._C._dynamo.guards
-# What a generated call may name, besides its kernels: the same objects as in Inductor's module.
+# Names that a generated call may use besides its kernels: the same objects as in Inductor's module.
 _KNOWN: dict[str, Any] = {
     "torch": torch,
     "aten": torch.ops.aten,
@@ -37,24 +37,27 @@ _KNOWN: dict[str, Any] = {
     "empty_strided_cpu": _GUARDS._empty_strided_cpu,
     "reinterpret_tensor": _GUARDS._reinterpret_tensor,
 }
-_SPACES = ("aten", "mkldnn", "mkl", "zerofx")  # of torch.ops; others need Inductor's own modules
+# Namespaces of torch.ops; others need Inductor's own modules.
+_SPACES = ("aten", "mkldnn", "mkl", "zerofx")
 _EXTERN = "extern_kernels"
-FORMAT = 1  # of the file; another is not read, and the artifact is loaded in its place
+FORMAT = 1  # of the file; another format is not read, and the artifact is loaded instead
 
 
 def direct_of(path: str) -> Path:
-    """Return where the direct form of the artifact at `path` lies."""
+    """Return the path of the direct form of the artifact at `path`."""
     return Path(path).with_suffix(".json")
 
 
 def save_direct(source: str, aliases: list[Alias] | None, path: str) -> bool:
-    """Keep the direct form of what Inductor has just compiled beside its artifact at `path`.
+    """Store the direct form of the region that Inductor has just compiled next to its artifact.
 
     source: the module that Inductor generated; it is loaded in this process.
-    aliases: what `results_in_inputs` says of the graph.
+    aliases: the result of `results_in_inputs` for the graph.
+    path: of the artifact.
 
     Returns:
-        Whether there is one: no mutated inputs, no constants, nothing unknown in the call.
+        Whether a direct form exists: no mutated inputs, no constants, and only known names in the
+        call.
     """
     module, call = _generated_module(source), _generated_call(source)
     if module is None or aliases is None or call is None:
@@ -77,7 +80,7 @@ def save_direct(source: str, aliases: list[Alias] | None, path: str) -> bool:
 
 
 def load_direct(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
-    """Load the direct form of the artifact at `path`; None where there is none that is whole."""
+    """Load the direct form of the artifact at `path`; None if there is no complete one."""
     target = direct_of(path)
     try:
         form = _form(target.read_bytes())
@@ -87,7 +90,8 @@ def load_direct(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
             name: _kernel(target.with_name(library), digest)
             for name, (library, digest) in form["kernels"].items()
         }
-    except (OSError, ImportError):  # never made; or its libraries are gone or for another system
+    # It does not exist; or its libraries are gone or for another system.
+    except (OSError, ImportError):
         return None
     if None in kernels.values():
         return None
@@ -98,12 +102,12 @@ def load_direct(path: str) -> Callable[[list[torch.Tensor]], Any] | None:
 
 
 def _form(file: bytes) -> dict[str, Any] | None:
-    """Return what a file of this format holds, None where it is not as it was written."""
+    """Return the contents of a file of this format, or None if it is damaged."""
     try:
         whole = json.loads(file)
         if whole["format"] != FORMAT or _digest(whole["form"].encode()) != whole["digest"]:
             return None
-    except (ValueError, KeyError, TypeError, AttributeError):  # cut short, or not ours
+    except (ValueError, KeyError, TypeError, AttributeError):  # truncated, or of another origin
         return None
     return json.loads(whole["form"])  # type: ignore[no-any-return]
 
@@ -111,12 +115,13 @@ def _form(file: bytes) -> dict[str, Any] | None:
 def _boxed(
     call: Callable[[list[torch.Tensor]], Any], aliases: list[Alias]
 ) -> Callable[[list[torch.Tensor]], Any]:
-    """Return `call` with the results that look into an input made views of that very tensor."""
+    """Return `call` with the results that alias an input replaced by views of that tensor."""
     if not aliases:
         return call
 
     def run(args: list[torch.Tensor]) -> Any:
-        bases = [args[of] for _, of, _ in aliases]  # the call frees the others when it is done
+        # The call frees the other inputs when it is done.
+        bases = [args[of] for _, of, _ in aliases]
         made = list(call(args))
         for (at, _, is_input), base in zip(aliases, bases, strict=True):
             out = made[at]
@@ -130,15 +135,15 @@ def _boxed(
     return run
 
 
-# -- what was generated ---------------------------------------------------------------------------
+# -- the generated code ---------------------------------------------------------------------------
 def _generated_module(source: str) -> ModuleType | None:
-    """Return the module, loaded last, that Inductor made of `source`."""
+    """Return the most recently loaded module that Inductor generated from `source`."""
     from torch._inductor.codecache import PyCodeCache
 
     for module in reversed(PyCodeCache.modules):
         try:
             text = Path(str(module.__file__)).read_text(encoding="utf-8")
-        except FileNotFoundError:  # somebody tidied Inductor's own cache
+        except FileNotFoundError:  # Inductor's own cache was cleaned up
             continue
         if text == source:
             return module
@@ -146,7 +151,7 @@ def _generated_module(source: str) -> ModuleType | None:
 
 
 def _generated_call(source: str) -> ast.FunctionDef | None:
-    """Return the function `call(args)` of a generated module, None where it needs its object."""
+    """Return a generated module's function `call(args)`, or None if it needs its object."""
     for node in ast.parse(source).body:
         if not (isinstance(node, ast.ClassDef) and node.name == "Runner"):
             continue
@@ -158,7 +163,7 @@ def _generated_call(source: str) -> ast.FunctionDef | None:
 
 
 def _libraries(module: ModuleType, call: ast.FunctionDef) -> dict[str, bytes] | None:
-    """Return the libraries of the kernels that a call names, None where it names the unknown."""
+    """Return the libraries of the kernels that a call uses, or None if it uses unknown names."""
     found: dict[str, bytes] = {}
     for name in _free_names(call):
         made = getattr(module, name, None)
@@ -166,7 +171,7 @@ def _libraries(module: ModuleType, call: ast.FunctionDef) -> dict[str, bytes] | 
         if isinstance(made, BuiltinFunctionType) and name not in _KNOWN and library:
             try:
                 found[name] = Path(library).read_bytes()
-            except FileNotFoundError:  # somebody tidied Inductor's own cache
+            except FileNotFoundError:  # Inductor's own cache was cleaned up
                 return None
         elif name != _EXTERN and (name not in _KNOWN or made is not _KNOWN[name]):
             return None
@@ -174,7 +179,7 @@ def _libraries(module: ModuleType, call: ast.FunctionDef) -> dict[str, bytes] | 
 
 
 def _free_names(call: ast.FunctionDef) -> list[str]:
-    """Return the names that a function reads and neither binds nor finds among the builtins."""
+    """Return the names that a function reads but neither binds nor finds among the builtins."""
     names = [n for n in ast.walk(call) if isinstance(n, ast.Name)]
     bound = {n.id for n in names if isinstance(n.ctx, ast.Store)}
     bound |= {a.arg for a in call.args.args} | set(vars(builtins))
@@ -191,7 +196,7 @@ def _attributes_of(call: ast.FunctionDef, name: str) -> list[str]:
 
 
 def _is_plain_torch(call: ast.FunctionDef) -> bool:
-    """Tell whether all that is read of `torch` are dtypes and operators that it brings itself."""
+    """Return whether a call reads only dtypes and built-in operators from `torch`."""
     spaces = [
         n.attr
         for n in ast.walk(call)
@@ -208,7 +213,7 @@ def _digest(of: bytes) -> str:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Write a file of this user's alone, whole or not at all, also where hosts share a home."""
+    """Write a private file of this user atomically, even if several hosts share a home folder."""
     staging = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(staging, flags, 0o600), "wb") as file:
@@ -217,9 +222,9 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def _kernel(library: Path, digest: str) -> Any:
-    """Load a kernel's library, as Inductor does: it is an extension module called `kernel`.
+    """Load a kernel's library as Inductor does: as an extension module called `kernel`.
 
-    None where the library is not the one of this digest.
+    Returns None if the library does not match this digest.
     """
     if _digest(library.read_bytes()) != digest:
         return None

@@ -1,9 +1,10 @@
-"""Types that graphs are made of: operators, fake tensors, trees, modes, lazy modules.
+"""Graph types: operators, fake tensors, trees, modes, lazy modules.
 
-Reading emitted source back needs to see every op as it is dispatched on fake tensors; the mode that
-shows them has no public home yet, nor have the class of operator namespaces and the parts of an
-operator's name. A GraphModule writes and compiles its Python at every assignment of its graph, a
-second for a deep model, though only a graph that is run needs it; torch's lazy form is private too.
+To read emitted source back, every op must be seen as it is dispatched on fake tensors. The mode
+that shows them has no public name yet. Neither do the class of operator namespaces and the parts of
+an operator's name. A GraphModule generates and compiles its Python at every assignment of its
+graph, which takes a second for a deep model, although only a graph that is run needs it. torch's
+lazy variant is private too.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ __all__ = [
 
 
 def op_argument(node: torch.fx.Node, name: str) -> Any:
-    """Return what an ATen node passes for an argument of its schema, None if it has no such."""
+    """Return the value that an ATen node passes for a schema argument, or None if there is none."""
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         if argument.name == name:
             given = node.args[i] if i < len(node.args) else node.kwargs.get(name)
@@ -53,7 +54,7 @@ OpNamespace: type = type(torch.ops.aten)
 
 
 def schema_of(target: Any) -> Any:
-    """Return the schema of an operator: its arguments, results and what it writes; else None."""
+    """Return the schema of an operator (its arguments, results and writes), or None."""
     return getattr(target, "_schema", None)
 
 
@@ -70,9 +71,10 @@ def argument_names(op: Any) -> tuple[str, ...]:
 
 
 def known_values(mode: FakeTensorMode) -> MutableMapping[Any, torch.Tensor]:
-    """Return a table of fake values that lies on their mode, and drops the unused ones.
+    """Return a table of fake values that is stored on their mode and drops unused values.
 
-    It may not hold them itself: they hold their mode, through C++ where no collector looks.
+    The table must not hold the values itself: they hold their mode, through C++ references that the
+    garbage collector does not see.
     """
     found = vars(mode).setdefault("zerofx_known_values", WeakValueDictionary())
     assert isinstance(found, WeakValueDictionary)

@@ -1,7 +1,8 @@
-"""Process groups: the flat collectives, the object behind a group, the store.
+"""Process groups: the flat collectives, the backend of a group, and the store.
 
-The flat collectives are renamed in 2.13, where the old names warn. A group's backend object is what
-torch.distributed's wrappers end in: point-to-point calls on it cost half as much Python.
+The flat collectives are renamed in 2.13, where the old names warn. The wrappers of
+torch.distributed end in a group's backend object. Point-to-point calls on it directly cost half as
+much Python.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ def reduce_scatter_flat(group: Any, out: torch.Tensor, full: torch.Tensor) -> An
 
 
 def group_backend(group: Any, device: torch.device) -> Any:
-    """Return the backend object that carries out the collectives of `group` on `device`."""
+    """Return the backend object that runs the collectives of `group` on `device`."""
     return group._get_backend(device)
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the mesh that a submesh was sliced from, the mesh itself if it is no slice."""
+    """Return the mesh that a submesh was sliced from, or the mesh itself if it is not a slice."""
     return mesh._get_root_mesh()
 
 
 def default_store() -> Any:
-    """Return the key-value store that the default process group was made with."""
+    """Return the key-value store that the default process group was created with."""
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()
 
 
 def store_of_job(limit_s: float) -> Any:
-    """Return the store of the job that torchrun's variables name, as `env://` would.
+    """Return the store of the job described by torchrun's variables, like `env://`.
 
-    Unlike `env://`, rank 0 does not wait here for the others to connect, so that whoever waits can
-    tell who is missing.
+    Unlike `env://`, rank 0 does not wait here for the others to connect, so that the caller can
+    report which ranks are missing.
 
     Raises:
         RuntimeError: the store cannot be reached within `limit_s`.
@@ -70,5 +71,5 @@ def store_of_job(limit_s: float) -> Any:
 
 
 def set_timeout(group: Any, device: torch.device, seconds: float) -> None:
-    """Set the timeout of the collectives of `group` on `device` that are launched from here on."""
+    """Set the timeout of collectives of `group` on `device` that are launched from now on."""
     group_backend(group, device)._set_default_timeout(timedelta(seconds=seconds))

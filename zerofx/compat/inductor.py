@@ -1,6 +1,6 @@
-"""Inductor: one graph compiled without Dynamo, saved, and loaded in another process.
+"""Inductor: a graph is compiled without Dynamo, saved, and loaded in another process.
 
-standalone_compile is the only way to that; it is private until torch makes it public.
+standalone_compile is the only way to do that; it is private until torch makes it public.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("zerofx")
 
 
 def inductor_problem() -> str:
-    """Return why Inductor cannot compile here, empty where it can."""
+    """Return why Inductor cannot compile here, or an empty string if it can."""
     if torch.cuda.is_available():
         return ""
     from torch._inductor import exc
@@ -44,14 +44,14 @@ def inductor_problem() -> str:
     try:
         get_cpp_compiler()
     except exc.InvalidCxxCompiler:
-        return "no C++ compiler found; install g++, or set kernels='aten' to silence this"
+        return "no C++ compiler found. Install g++, or set kernels='aten' to silence this"
     return ""
 
 
 def probe_compiler(lock_limit_s: float) -> None:
-    """Find out which vector instructions the C++ compiler has; Inductor remembers the answer.
+    """Determine which vector instructions the C++ compiler has; Inductor remembers the result.
 
-    A compile asks again if another process holds Inductor's lock of such a question too long.
+    A compile repeats the test if another process holds Inductor's lock for it too long.
     """
     from torch._inductor import cpu_vec_isa
 
@@ -60,7 +60,7 @@ def probe_compiler(lock_limit_s: float) -> None:
 
 
 def import_inductor() -> None:
-    """Import what compiling regions needs, so that a thread beside this one imports nothing."""
+    """Import everything that compiling regions needs, so that no other thread imports it."""
     import torch._inductor.compile_fx
     import torch._inductor.cpu_vec_isa
     import torch._inductor.standalone_compile  # noqa: F401
@@ -80,14 +80,14 @@ def compile_region(
     """Compile a region's graph for inputs of these (dtype, shape, strides, device type).
 
     With `hints`, the graph takes sizes after its tensors, which vary from call to call, and `specs`
-    is a function of them. hints: name of a size -> the value for which the compiler decides.
+    is a function of them. hints: name of a size -> the value on which the compiler bases decisions.
 
-    The artifact is saved at `path`, after the source that Inductor wrote (`wrapper_of`); each file
-    appears whole or not at all. The result takes one list of tensors, which it empties. None where
-    there is nothing to compile.
+    The artifact is saved at `path`, after the source that Inductor generated (`wrapper_of`); each
+    file is written atomically. The result takes one list of tensors, which it empties. Returns None
+    if there is nothing to compile.
 
-    lock_limit_s: how long other processes may hold one of Inductor's locks that this needs. Then
-        it is compiled in a cache of its own.
+    lock_limit_s: how long to wait for each of Inductor's locks that another process holds. After
+        that, the region is compiled in a separate cache.
     """
     return _despite_cache(lambda: _compile_region(gm, specs, path, hints or {}), lock_limit_s)
 
@@ -102,13 +102,14 @@ def _compile_region(
 
     calls = [n.target for n in gm.graph.nodes if n.op == "call_function"]
     if all(is_view(target) for target in calls if is_tensor_call(target)):
-        return None  # Inductor makes no code of views, and warns that it has nothing to save
+        return None  # Inductor generates no code for views, and warns that it has nothing to save
     options: dict[str, Any] = {"config_patches": _config()}
     aliases = results_in_inputs(gm.graph)
     symbols = Symbols(hints) if hints else None
     usual = specs(*hints.values()) if callable(specs) else specs
     with torch.no_grad(), config.patch(options["config_patches"]):
-        mode: FakeTensorMode = TrueStrides(allow_non_fake_inputs=True)  # tensors made of nothing
+        # Tensors created without inputs.
+        mode: FakeTensorMode = TrueStrides(allow_non_fake_inputs=True)
         fakes: list[Any] = [*_fakes(mode, usual), *hints.values()]
         keep_strides(gm, fakes)
     compile_graph = functools.partial(standalone_compile, gm, options=options)
@@ -122,12 +123,14 @@ def _compile_region(
             given: list[Any] = [*_fakes(mode, specs(*sizes)), *sizes]
             with torch._guards.tracing(torch._guards.TracingContext(mode)):
                 artifact = compile_graph(given, dynamic_shapes="from_tracing_context")
-    if not sources:  # all was simplified away
+    if not sources:  # everything was simplified away
         return None
     replace_file(Path(wrapper_of(path)), "".join(sources).encode())
     if symbols is not None:
         if constants := symbols.constants():
-            raise NarrowedError(f"compiled, it holds for one {', '.join(sorted(constants))} alone")
+            raise NarrowedError(
+                f"compiled, it only holds for one value of {', '.join(sorted(constants))}"
+            )
         said = json.dumps(symbols.conditions())
         replace_file(_conditions_file(path), said.encode())
     if len(sources) == 1 and all(device == "cpu" for *_, device in usual):
@@ -148,13 +151,13 @@ def _fakes(mode: FakeTensorMode, specs: Sequence[Spec]) -> list[torch.Tensor]:
 
 
 class NarrowedError(RuntimeError):
-    """Inductor has made a number of a size that varies."""
+    """Inductor has specialised on the value of a size that varies."""
 
 
 def conditions_of(path: str) -> tuple[str, ...]:
-    """Return what must hold of the sizes of a call for it to be the artifact's.
+    """Return the conditions on the sizes of a call under which the artifact may be used.
 
-    These are Python expressions; the rest is what the sizes of the graph ask themselves.
+    They are Python expressions. The graph's own conditions on its sizes are separate.
 
     Raises:
         FileNotFoundError: the artifact at `path` takes no sizes, or is gone.
@@ -168,10 +171,11 @@ def _conditions_file(path: str) -> Path:
 
 # -- Inductor's shared cache ----------------------------------------------------------------------
 def _despite_cache(step: Callable[[], T], limit_s: float) -> T:
-    """Take a step that needs Inductor's shared cache, away from it if a process left it unusable.
+    """Run a step that needs Inductor's shared cache; use a separate one if that is unusable.
 
     Inductor would wait 600 s for a process that was stopped while it held a lock, and then fail. A
-    compiler that was killed leaves half a library, which Inductor would load again and again.
+    compiler that was killed leaves an incomplete library, which Inductor would load again and
+    again.
     """
     try:
         with _impatient(limit_s):
@@ -195,7 +199,7 @@ def _despite_cache(step: Callable[[], T], limit_s: float) -> T:
 
 @contextlib.contextmanager
 def _impatient(limit_s: float) -> Iterator[None]:
-    """Bound the wait for each of Inductor's locks within the block."""
+    """Limit the wait for each of Inductor's locks within the block."""
     from torch._inductor import codecache
 
     before = codecache.LOCK_TIMEOUT
@@ -207,7 +211,7 @@ def _impatient(limit_s: float) -> Iterator[None]:
 
 
 def _timed_out_lock(error: BaseException | None) -> str | None:
-    """Return the file whose lock was not to be had, if that is what an error stems from."""
+    """Return the file whose lock timed out, if that caused the error."""
     while error is not None:
         if isinstance(error, TimeoutError) and hasattr(error, "lock_file"):  # filelock.Timeout
             return str(error.lock_file)
@@ -216,7 +220,7 @@ def _timed_out_lock(error: BaseException | None) -> str | None:
 
 
 def _unloadable_library(error: BaseException | None) -> str | None:
-    """Return the library of Inductor's cache that cannot be loaded, if an error stems from that."""
+    """Return the library of Inductor's cache that cannot be loaded, if that caused the error."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     while error is not None:
@@ -229,7 +233,7 @@ def _unloadable_library(error: BaseException | None) -> str | None:
 
 @contextlib.contextmanager
 def _own_cache() -> Iterator[None]:
-    """Have Inductor use a new cache within the block, and no precompiled headers of the old one."""
+    """Make Inductor use a new cache within the block, without the old precompiled headers."""
     from torch._inductor import config
 
     name = "TORCHINDUCTOR_CACHE_DIR"
@@ -247,10 +251,11 @@ def _own_cache() -> Iterator[None]:
 
 
 def is_fault_of_machine(error: BaseException, lock_limit_s: float = 600.0) -> bool:
-    """Tell whether a compilation failed because of the machine, and not of what was compiled.
+    """Return whether a compilation failed because of the machine, not because of the region.
 
-    No space, no memory and no working compiler are the machine's. Where the error itself does not
-    say, a graph that is known to compile is compiled: what keeps that from being built is, too.
+    No disk space, no memory and no working compiler are faults of the machine. If the error itself
+    does not tell, a graph that is known to compile is compiled. If that fails too, the machine is
+    at fault.
     """
     from torch._inductor import exc
 
@@ -269,13 +274,13 @@ def is_fault_of_machine(error: BaseException, lock_limit_s: float = 600.0) -> bo
         told = getattr(told, "inner_exception", None) or told.__cause__
     try:
         _compile_probe(lock_limit_s)
-    except Exception:  # noqa: BLE001 - whatever it is, it is not about the region
+    except Exception:  # # noqa: BLE001 - whatever it is, the region did not cause it
         return True
     return False
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error says in one line; of a C++ compiler's output, the first error."""
+    """Return an error's message as one line; for a C++ compiler's output, its first error."""
     from torch._inductor import exc
 
     inner = getattr(error, "inner_exception", error)
@@ -289,7 +294,7 @@ _NO_MEMORY = ("Killed", "memory exhausted", "annot allocate memory", "No space l
 
 
 def _compile_probe(lock_limit_s: float) -> None:
-    """Compile a small graph that no cache has: its constant is drawn."""
+    """Compile a small graph that no cache contains: its constant is random."""
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     drawn = random.SystemRandom().random()
@@ -303,18 +308,18 @@ def _compile_probe(lock_limit_s: float) -> None:
 
 
 def _config() -> dict[str, Any]:
-    """Return what regions ask of Inductor's configuration.
+    """Return the settings of Inductor's configuration that regions need.
 
-    Inductor's own random numbers would differ from eager's. Its CPU kernels hold a place for each
-    thread of the compile; where that is one for each core, they run with as many as there are
-    later, and write past those places. Named outright, the count holds whatever becomes of it; to
-    be asked for it on each run (`dynamic_threads`), even the smallest loop would start threads.
+    Inductor's own random numbers would differ from eager's. Its CPU kernels reserve space for each
+    thread at compile time. If the thread count defaults to the number of cores, they run with as
+    many threads as there are later, and write past that space. An explicit count stays valid. With
+    `dynamic_threads`, which queries it on each run, even the smallest loop would start threads.
     """
     return {"fallback_random": True, "cpp.threads": torch.get_num_threads()}
 
 
 def wrapper_of(path: str) -> str:
-    """Return where the source generated for the artifact at `path` lies."""
+    """Return the path of the source generated for the artifact at `path`."""
     return f"{path.removesuffix('.bin')}.py"
 
 
@@ -335,7 +340,7 @@ def _generated_source() -> Iterator[list[str]]:
 def load_artifact(
     path: str, lock_limit_s: float = 600.0
 ) -> Callable[[list[torch.Tensor]], Any] | None:
-    """Load what `compile_region` saved; None where this torch cannot read it."""
+    """Load the artifact that `compile_region` saved; None if this torch version cannot read it."""
     direct = load_direct(path)
     if direct is not None:
         return direct
@@ -344,15 +349,15 @@ def load_artifact(
     load = functools.partial(CompiledArtifact.load, path=path, format="binary")
     try:
         return _boxed(_despite_cache(load, lock_limit_s))
-    except (AssertionError, RuntimeError, EOFError):  # another torch's key or serialisation
+    except (AssertionError, RuntimeError, EOFError):  # another torch version's key or serialisation
         return None
 
 
 def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
     """Return an artifact as a function of one list, which it empties.
 
-    An artifact takes its inputs one by one and so holds them all to its end; the function within
-    takes a list and frees each input behind its last reader.
+    An artifact takes its inputs as separate arguments and therefore holds all of them until its
+    end. The function within it takes a list and frees each input after its last use.
     """
     within = _taking_a_list(artifact)
 
@@ -365,14 +370,14 @@ def _boxed(artifact: Any) -> Callable[[list[torch.Tensor]], Any]:
 
 
 def _taking_a_list(artifact: Any) -> Callable[[list[torch.Tensor]], Any] | None:
-    """Return the function of one list that an artifact wraps, None where this torch hides it."""
+    """Return the function of one list that an artifact wraps, or None if torch hides it."""
     outer = getattr(artifact, "_compiled_fn", None)
     while isinstance(outer, FunctionType):
         held = inspect.getclosurevars(outer).nonlocals
-        if held.get("params_buffers_flat"):  # they would have to be put before the inputs
+        if held.get("params_buffers_flat"):  # they would have to precede the inputs
             return None
         inner = held.get("compiled_fn")
         if inner is not None:
             return inner if getattr(inner, "_boxed_call", False) else None
-        outer = held.get("fn")  # torch._dynamo.disable's
+        outer = held.get("fn")  # the one of torch._dynamo.disable
     return None

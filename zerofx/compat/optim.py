@@ -1,7 +1,7 @@
-"""Optimizer steps over lists of tensors, which torch has fused, without public names; clipping.
+"""Fused optimizer steps over lists of tensors, which have no public names, and clipping.
 
-The fused kernels read a `grad_scale` to divide gradients by, and write the quotient back into the
-gradients; on CPU that costs a store of the gradient's size, so None is passed where there is none.
+The fused kernels take a `grad_scale` to divide gradients by, and write the quotient back into the
+gradients. On CPU that costs a store of the gradient's size, so None is passed if there is no scale.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ foreach_mul_: Callable[..., None] = torch._foreach_mul_
 
 
 def foreach_names(names: Iterable[str], *, in_place: bool = False) -> list[str]:
-    """Return what torch calls its functions over lists of tensors: "add" -> "_foreach_add"."""
+    """Return torch's names of its functions over lists of tensors: "add" -> "_foreach_add"."""
     return [f"_foreach_{name}{'_' if in_place else ''}" for name in names]
 
 
@@ -39,7 +39,7 @@ _CLIPPING: CodeType = torch.nn.utils.clip_grad_norm_.__wrapped__.__code__  # typ
 
 
 def is_clipping() -> bool:
-    """Tell whether torch.nn.utils.clip_grad_norm_ runs on this thread: it divides by the norm."""
+    """Return whether torch's clip_grad_norm_, which divides by the norm, runs on this thread."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not _CLIPPING:
         frame = frame.f_back

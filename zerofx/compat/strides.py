@@ -1,11 +1,12 @@
 """Strides of results: those that a graph was captured with, on ATen and in Inductor.
 
-Most fake kernels are decompositions, whose strides follow from the arithmetic they are written in;
-the operator itself may return contiguous memory, or follow another argument. A graph captured with
-the wrong strides has views that fail when it runs: `TrueStrides` names those of a CPU's operators.
+Most fake kernels are decompositions, whose strides follow from the arithmetic they use. The
+operator itself may return contiguous memory, or follow another argument. A graph captured with the
+wrong strides has views that fail when it runs. `TrueStrides` corrects the strides of CPU operators.
 
-Inductor decomposes operators while it compiles, and so changes strides within a graph that was
-captured without: `keep_strides` makes its views copy where they must, and its results as they were.
+Inductor decomposes operators while it compiles, and so changes strides within a captured graph.
+`keep_strides` makes the graph's views copy if necessary, and gives its results the original
+strides.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _elementwise(made: Tensor, args: Sequence[Any]) -> Strides:
 
 
 def _in_format_of(position: int) -> _Rule:
-    """Return the rule for results that are contiguous or channels last, as an argument is."""
+    """Return the rule for results that are contiguous or channels last, like an argument."""
 
     def rule(made: Tensor, args: Sequence[Any]) -> Strides:
         form = suggest_memory_format(args[position])
@@ -50,8 +51,8 @@ def _in_format_of(position: int) -> _Rule:
     return rule
 
 
-# The operators whose fake kernel is wrong on a CPU, and the rule of their first result (of the
-# first two, for log_sigmoid_forward); tests/compat/test_strides.py compares them with what runs.
+# Operators whose fake kernel is wrong on a CPU, with the rule for their first result (the first two
+# for log_sigmoid_forward). tests/compat/test_strides.py compares them with the real operators.
 _RULES: dict[Any, _Rule] = {
     aten._log_softmax_backward_data.default: _dense,
     aten.binary_cross_entropy.default: _elementwise,
@@ -78,8 +79,8 @@ _RULES: dict[Any, _Rule] = {
     aten.softplus_backward.default: _elementwise,
     aten.xlogy.Tensor: _elementwise,
 }
-# Whose fake kernel divides by the number of elements, also where that is 0, and the position of
-# `reduction`: a sum has the same form.
+# Operators whose fake kernel divides by the number of elements, even if that is 0, and the position
+# of `reduction`: a sum has the same form.
 _DIVIDING = {
     aten.huber_loss_backward.default: 3,
     aten.mse_loss_backward.default: 3,
@@ -92,13 +93,13 @@ _NUM_RESULTS = {aten.log_sigmoid_forward.default: 2}
 class TrueStrides(FakeTensorMode):
     """A fake mode whose results have the strides that operators return on a CPU.
 
-    With symbolic sizes operators run by their decompositions in Python where there are some, as
-    tracing runs them: those in C++ (`constant_pad_nd`) make a number of a size.
+    With symbolic sizes, operators run by their Python decompositions if there are any, as in
+    tracing. Those in C++ (`constant_pad_nd`) would specialise on the value of a size.
 
-    known: notes how results are made, and answers calls that ask for values (`KnownValues`).
+    known: records how results are made, and answers calls that need values (`KnownValues`).
     """
 
-    # torch looks up their rules by the exact class of a mode, and so finds none for this one
+    # torch looks up their rules by a mode's exact class, and so finds none for this one
     supports_higher_order_operators = True
 
     def __init__(self, known: Any = None, **options: Any) -> None:
@@ -158,11 +159,11 @@ class TrueStrides(FakeTensorMode):
 
 
 # -- strides under Inductor -----------------------------------------------------------------------
-_VIEWS = {aten.view.default, aten._unsafe_view.default}  # these fail where strides forbid them
+_VIEWS = {aten.view.default, aten._unsafe_view.default}  # these fail if strides do not permit them
 
 
 class _Decomposing(TorchDispatchMode):
-    """Runs each operator as its decomposition, where Inductor has one."""
+    """Runs each operator as its decomposition, if Inductor has one."""
 
     def __init__(self) -> None:
         from torch._inductor.decomposition import select_decomp_table
@@ -183,12 +184,12 @@ class _Decomposing(TorchDispatchMode):
 
 
 def keep_strides(gm: fx.GraphModule, fakes: Sequence[Any]) -> None:
-    """Give the graph's results under Inductor's decompositions the strides that they have without.
+    """Give the graph's results under Inductor's decompositions their original strides.
 
-    Views of what the graph computes become `reshape`, which copies where it must. A result that
-    decomposing would lay out otherwise, and what `as_strided` reads, is copied into place: Inductor
-    writes the copy in the loop that computes the value, where it generates one. Nothing else is
-    copied, and views of inputs stay what they are.
+    Views of computed values become `reshape`, which copies if necessary. A copy restores the
+    strides of results that decomposing would change, and of inputs of `as_strided`. Inductor writes
+    the copy in the loop that computes the value, if it generates one. Nothing else is copied, and
+    views of inputs stay views.
     """
     graph = gm.graph
     fixed = _views_of_inputs(graph)
@@ -208,7 +209,7 @@ def keep_strides(gm: fx.GraphModule, fakes: Sequence[Any]) -> None:
         try:
             with mode:
                 decomposed[node] = _run(node, decomposed)
-        except Exception:  # noqa: BLE001 - if Inductor meets it too, its error says more
+        except Exception:  # # noqa: BLE001 - if Inductor meets it too, its error says more
             decomposed[node] = plain[node]
         if (node in results or node in bases) and node not in fixed:
             copied = _copied_into_place(graph, node, plain[node], decomposed[node])
@@ -232,11 +233,11 @@ def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
 
 
 def _copied_into_place(graph: fx.Graph, node: fx.Node, wanted: Any, found: Any) -> fx.Node | None:
-    """Replace a node by a copy in the wanted strides, if it has others and the copy is one call."""
+    """Replace a node by a copy in the wanted strides, if they differ and the copy is one call."""
     if not isinstance(wanted, Tensor) or has_strides(found, wanted.stride()):
         return None
     if not _is_dense(wanted):
-        return None  # a part of something larger: what runs the region lays it out
+        return None  # part of a larger tensor: the code that runs the region corrects it
     strides = wanted.stride()
     order = sorted(range(wanted.dim()), key=lambda d: -strides[d])
     back = [order.index(d) for d in range(wanted.dim())]
@@ -253,7 +254,7 @@ def _copied_into_place(graph: fx.Graph, node: fx.Node, wanted: Any, found: Any) 
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor's elements fill its memory, each place once, in whatever order."""
+    """Return whether a tensor's elements fill its memory, each position once, in any order."""
     expected = 1
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and step != expected:
@@ -263,7 +264,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def has_strides(tensor: Tensor, strides: Sequence[int]) -> bool:
-    """Tell whether a tensor has these strides, as far as they matter: where sizes are above 1."""
+    """Return whether a tensor has these strides in all dimensions with a size above 1."""
     if tensor.stride() == tuple(strides) or tensor.numel() == 0:
         return True
     return all(

@@ -1,8 +1,8 @@
-"""Tensors from inside: DTensor wrappers, storages, and one call over many small tensors.
+"""Tensor internals: DTensor wrappers, storages, and single calls over many small tensors.
 
-A sharded parameter is a DTensor whose local tensor has another number of dimensions than the global
-shape; the public constructors derive one from the other, so the wrapper, its spec and a mesh
-without process groups are made directly. One call over a list of tensors has no public name.
+A sharded parameter is a DTensor whose local tensor has a different number of dimensions than the
+global shape. The public constructors derive one from the other, so the wrapper, its spec and a mesh
+without process groups are created directly. Calls over a list of tensors have no public name.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ def shard_spec(mesh: Any, shape: torch.Size, dtype: torch.dtype) -> Any:
     return DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
 
 
-# (value, message): raises if the value is false; on a GPU that shows later, as any fault there.
+# (value, message): raises if the value is false; on a GPU the error appears later, like any fault.
 assert_async: Callable[[torch.Tensor, str], None] = torch._assert_async
 
 # DTensor.__init__ costs more than the wrapper itself; this is its __new__.
 new_dtensor = torch.Tensor._dtensor__new__
 
-# What the wrapper keeps: the local tensor (a slot, so reading it costs no __torch_function__).
+# Attributes of the wrapper: the local tensor (a slot, so reading it skips __torch_function__).
 local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 local_dtype: Callable[[Any], torch.dtype] = operator.attrgetter("_local_tensor.dtype")
 
 
 def set_local_tensor(wrapper: Any, local: torch.Tensor) -> None:
-    """Make a DTensor keep another local tensor."""
+    """Replace a DTensor's local tensor."""
     wrapper._local_tensor = local
 
 
@@ -61,7 +61,7 @@ local_device: Callable[[Any], torch.device] = operator.attrgetter("_local_tensor
 
 
 def allow_foreach(cls: type[torch.Tensor]) -> None:
-    """Let optimizers and clipping choose foreach for tensors of `cls`, as DTensor itself does."""
+    """Let optimizers and clipping use foreach for tensors of `cls`, as for DTensor itself."""
     from torch.optim.optimizer import _foreach_supported_types as in_optimizers
     from torch.utils._foreach_utils import _foreach_supported_types as in_clipping
 
@@ -70,7 +70,7 @@ def allow_foreach(cls: type[torch.Tensor]) -> None:
             known.append(cls)
 
 
-# nn.Parameter's own way to make an instance over given memory, for subclasses of Tensor.
+# nn.Parameter's own way to create an instance over given memory, for subclasses of Tensor.
 make_subclass: Callable[..., Any] = torch.Tensor._make_subclass
 
 # The properties of Tensor behind those that a subclass overrides: `.__get__(t)`, `.__set__(t, v)`.
@@ -80,14 +80,14 @@ _raw_requires_grad: Any = torch.Tensor.requires_grad
 
 raw_version: Any = torch.Tensor._version
 
-# How often a tensor's memory was written to through torch; an inference tensor does not count.
+# The number of writes to a tensor's memory through torch; an inference tensor has none.
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def as_own_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view as a tensor of its own on the same memory, with a version counter of its own.
+    """Return a view as an independent tensor on the same memory, with its own version counter.
 
-    Autograd refuses writes to views that a custom Function made.
+    Autograd refuses writes to views that a custom Function created.
     """
     if not tensor._is_view():
         return tensor
@@ -96,13 +96,13 @@ def as_own_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_grad(params: Sequence[torch.Tensor]) -> list[bool]:
-    """Say which parameters require a gradient; subclasses are not asked one by one."""
+    """Return which parameters require a gradient, without a Python call per subclass instance."""
     read = _raw_requires_grad.__get__
     with DisableTorchFunctionSubclass():
         return [read(p) for p in params]
 
 
-# What clipping and GradScaler call with whole lists.
+# Functions that clipping and GradScaler call with whole lists.
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 
 unscale_and_check: Callable[..., None] = torch._amp_foreach_non_finite_check_and_unscale_
@@ -113,12 +113,12 @@ foreach_zero_: Callable[..., None] = torch._foreach_zero_
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
-    """Return a number that tensors have in common which share a storage, also on meta."""
+    """Return a number that is equal for tensors that share a storage, also on meta."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def memory_range(tensor: torch.Tensor) -> tuple[str, int, int]:
-    """Return (which memory, first byte, end) of a strided tensor; an empty range where unknown."""
+    """Return (memory id, first byte, end) of a strided tensor; an empty range if unknown."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return "", 0, 0
     span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -131,11 +131,11 @@ def memory_range(tensor: torch.Tensor) -> tuple[str, int, int]:
 
 
 def storage_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors, and how many names of the storage itself, share its storage."""
+    """Return how many tensors, and references to the storage itself, share its storage."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) + sys.getrefcount(storage)
 
 
 def keep_version(tensor: torch.Tensor) -> Any:
-    """Return a context in which writes to a tensor leave its version counter as it is."""
+    """Return a context in which writes to a tensor do not change its version counter."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)

@@ -1,7 +1,7 @@
-"""The tracer: one call of a module, and its backward, as a graph of ATen nodes.
+"""Tracer: one call of a module, and its backward, as a graph of ATen nodes.
 
-aot_export_joint_with_descriptors is the only tracer that keeps custom autograd functions and
-tensor hooks in the backward; it is private and its flags are module globals.
+aot_export_joint_with_descriptors is the only tracer that keeps custom autograd functions and tensor
+hooks in the backward. It is private, and its flags are module globals.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ FAKE_CALLS = 16384  # about 1 KiB each; a model with ever new shapes would fill 
 
 
 def is_outside_trace(tensor: object) -> bool:
-    """Tell whether a tensor met while tracing is no part of the trace: a constant, or its view.
+    """Return whether a tensor met while tracing is not part of the trace: a constant or its view.
 
     Tracing would write to it for real, and record no update.
     """
@@ -78,26 +78,26 @@ def is_outside_trace(tensor: object) -> bool:
 
 
 def is_traced(value: object) -> bool:
-    """Tell whether a value is a tensor that tracing made, which has no values."""
+    """Return whether a value is a tensor that tracing created, which has no values."""
     return isinstance(value, (FunctionalTensor, FakeTensor))
 
 
 def without_dispatch_modes() -> contextlib.AbstractContextManager[Any]:
-    """Keep what a user watches operators by (a flop counter) from those of a compile."""
+    """Hide the user's dispatch modes (a flop counter) from the operators of a compile."""
     return _disable_current_modes()  # type: ignore[no-any-return]
 
 
 def new_fake_mode() -> TrueStrides:
-    """Make a fake mode with static shapes that lets the model's own constants in."""
-    if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own, of a process, which never shrinks
+    """Return a fake mode with static shapes that accepts the model's own constants."""
+    if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own per-process cache, which never shrinks
         FakeTensorMode.cache_clear()
     return TrueStrides(KnownValues(), shape_env=None, allow_non_fake_inputs=True)
 
 
-# -- Values that a trace knows: computed from constants alone, and only if forward asks for them ---
-_NOTE = "_zerofx_origin"  # the attribute of a fake tensor that says how it was made
+# -- Values that a trace knows: computed from constants only, and only if forward needs them ------
+_NOTE = "_zerofx_origin"  # the attribute of a fake tensor that records how it was made
 _READING = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-# These take a tensor for its form alone; what they fill the result with, from their arguments.
+# Operators that use only a tensor's form; they fill the result from their arguments.
 _FILLS: dict[Any, Callable[[Sequence[Any]], Any]] = {
     aten.zeros_like.default: lambda args: 0,
     aten.new_zeros.default: lambda args: 0,
@@ -108,22 +108,24 @@ _FILLS: dict[Any, Callable[[Sequence[Any]], Any]] = {
     aten.fill.Scalar: lambda args: args[1],
     aten.new_full.default: lambda args: args[2],
 }
-# What these return has no value yet: memory as it was, and the tensors that a trace begins with.
+# Results that have no value yet: uninitialised memory, and the inputs of a trace.
 _UNSET = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_permuted.default}
-# Comparisons of a number in [0, 1) with a number: what they are at most bounds, (low, high).
+# Comparisons of a number in [0, 1) with another number, and the bounds (low, high) that decide
+# them.
 _BELOW = {aten.lt: True, aten.le: True, aten.gt: False, aten.ge: False}
 
 
 class _Unknown(Exception):
-    """A value depends on what varies from call to call."""
+    """A value depends on something that varies from call to call."""
 
 
 @dataclass
 class _Origin:
-    """The call that made a fake tensor.
+    """The call that created a fake tensor.
 
-    func: None for a tensor that no call made, such as a buffer; `value` is the tensor itself.
-    which: its place among several results, None for the only one.
+    func: None for a tensor that no call created, such as a buffer; `value` is then the tensor
+        itself.
+    which: its index among several results, None for a single result.
     """
 
     func: Any
@@ -134,15 +136,15 @@ class _Origin:
 
 
 class KnownValues:
-    """What a fake mode knows of its tensors: it answers what a forward asks of constants.
+    """Values of a fake mode's tensors that do not vary, for forwards that need them.
 
-    A fake tensor has no values. But much of what a forward looks into depends on nothing that
-    varies: a causal mask, the drop rates of `torch.linspace`, a table made from a shape. How such
-    a tensor was made is noted, and it is computed for real if its values decide how the trace goes
-    on (`.item()`, `if`, `nonzero`, a mask as an index).
+    A fake tensor has no values. But many values that a forward inspects depend on nothing that
+    varies: a causal mask, the drop rates of `torch.linspace`, a table made from a shape. How such a
+    tensor was made is recorded. It is computed for real if its values decide how the trace
+    continues (`.item()`, `if`, `nonzero`, a mask as an index).
 
-    read: the tensors given to `hold` whose values the trace has used, by id.
-    holds: whether these values are given.
+    read: the tensors passed to `hold` whose values the trace has used, by id.
+    holds: whether these values may be used.
     """
 
     def __init__(self) -> None:
@@ -151,12 +153,12 @@ class KnownValues:
         self._written: set[StorageWeakRef | None] = set()
 
     def hold(self, fake: Tensor, real: Tensor) -> None:
-        """Let a fake have the value of a real tensor until it is written to."""
+        """Let a fake tensor have the value of a real tensor until it is written to."""
         fake.__dict__[_NOTE] = _Origin(None, value=real)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Forget afterwards which tensors were written to."""
+        """Forget, after the block, which tensors were written to."""
         before = set(self._written)
         try:
             yield
@@ -164,7 +166,7 @@ class KnownValues:
             self._written = before
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """Return a copy of the value of a tensor that tracing made, None if it varies."""
+        """Return a copy of a traced tensor's value, or None if it varies."""
         while isinstance(tensor, FunctionalTensor):
             torch._sync(tensor)
             tensor = torch._from_functional_tensor(tensor.elem)
@@ -177,7 +179,7 @@ class KnownValues:
     def answer(
         self, mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any] | None:
-        """Return the result of a call that asks for values, None if they vary or none are asked."""
+        """Return the result of a call that needs values; None if they vary or none are needed."""
         if not any(tag in func.tags for tag in _READING):
             return None
         try:
@@ -186,10 +188,10 @@ class KnownValues:
         except _Unknown:
             return None
 
-    # -- how values are made -----------------------------------------------------------------------
+    # -- recording of values -----------------------------------------------------------------------
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
-        """Note how the results of a call were made, if all that it takes may be known."""
+        """Record how the results of a call were made, if all of its arguments may be known."""
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         if func._schema.is_mutable:
             self._written.update(map(_memory, given))
@@ -212,7 +214,7 @@ class KnownValues:
                 each.__dict__[_NOTE] = _Origin(func, args, kwargs, place)
 
     def _value(self, tensor: Tensor) -> Tensor:
-        """Compute a tensor's value, after those of the tensors that it is made of.
+        """Compute a tensor's value, after the values of the tensors that it was made from.
 
         Raises:
             _Unknown: it varies from call to call.
@@ -244,7 +246,7 @@ class KnownValues:
         return origin
 
     def _real(self, value: Any) -> Any:
-        """Return what was computed of a fake, and any other value as it is."""
+        """Return the computed value of a fake tensor, and any other value unchanged."""
         if not isinstance(value, FakeTensor):
             return value
         origin = self._origin(value)
@@ -257,13 +259,13 @@ class KnownValues:
         with unset_fake_temporarily(), torch._C.DisableTorchFunction(), torch.no_grad():
             return func(*args, **kwargs)
 
-    # -- how they are asked for --------------------------------------------------------------------
+    # -- use of values ----------------------------------------------------------------------------
 
     def _answer(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a call that needs values.
 
         Raises:
-            _Unknown: these vary from call to call.
+            _Unknown: the values vary from call to call.
         """
         if _has_symbols((args, kwargs)):
             raise _Unknown
@@ -273,7 +275,7 @@ class KnownValues:
         if func is aten.index.Tensor:
             return self._indexed(args[0], args[1])
         if func is aten.masked_select.default:
-            given = [t for t in given if t is not args[0]]  # of which the form is enough
+            given = [t for t in given if t is not args[0]]  # only its form is needed
         for tensor in given:
             self._value(tensor)
         if func is aten.masked_select.default:
@@ -291,7 +293,7 @@ class KnownValues:
         return fakes[0] if isinstance(made, Tensor) else type(made)(fakes)
 
     def _indexed(self, source: Tensor, indices: Sequence[Tensor | None]) -> Any:
-        """Index by the places that masks name, if there are masks and they are known."""
+        """Index by the positions that masks select, if there are masks with known values."""
         plain: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -308,7 +310,7 @@ class KnownValues:
         return made
 
     def _drawn(self, tensor: Tensor) -> bool | None:
-        """Decide a comparison of numbers in [0, 1) whose other side lies outside."""
+        """Decide a comparison of numbers in [0, 1) with a number outside that range."""
         origin = tensor.__dict__.get(_NOTE) if isinstance(tensor, FakeTensor) else None
         packet = getattr(origin and origin.func, "overloadpacket", None)
         if origin is None or packet not in _BELOW:
@@ -327,17 +329,17 @@ class KnownValues:
 
 
 def _memory(tensor: Tensor) -> StorageWeakRef | None:
-    """Return what names a tensor's memory, None for a sparse one."""
+    """Return an identifier of a tensor's memory, None for a sparse tensor."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 
 
 def _like(real: Tensor) -> Tensor:
-    """Make a fake of a tensor's form."""
+    """Create a fake tensor with the form of a tensor."""
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
 def _is_foreign(tensor: Tensor) -> bool:
-    """Tell whether a tensor has no value that could be computed here."""
+    """Return whether a tensor has no value that could be computed here."""
     if isinstance(tensor, FakeTensor):
         return _NOTE not in tensor.__dict__
     return type(tensor) not in (Tensor, torch.nn.Parameter)
@@ -348,7 +350,7 @@ def _filled(shape: Any, stride: Any, value: Any, **form: Any) -> Tensor:
 
 
 def _has_symbols(values: Any) -> bool:
-    """Tell whether sizes that vary are among the values, or in the forms of tensors among them."""
+    """Return whether values, or the forms of tensors among them, contain sizes that vary."""
     for each in pytree.tree_leaves(values):
         numbers = (*each.shape, *each.stride()) if isinstance(each, Tensor) else (each,)
         if any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers):
@@ -356,11 +358,11 @@ def _has_symbols(values: Any) -> bool:
     return False
 
 
-# -- Symbols for sizes: made before tracing, and read back from what tracing did with them ---------
+# -- Symbols for sizes: created before tracing, and read back from the traced expressions ---------
 
 
 class _Printer(PythonPrinter):
-    """Writes an expression in the Python that emitted source has, without torch's own functions."""
+    """Writes an expression as Python for emitted source, without torch's own functions."""
 
     def _print_ToFloat(self, expr: Any) -> str:
         return f"float({self._print(expr.args[0])})"
@@ -372,15 +374,16 @@ class _Printer(PythonPrinter):
 class Symbols:
     """The symbols of one trace, each a size that is at least 2, or a fraction.
 
-    hints: name -> the value at which control flow on sizes goes the way that this trace takes.
-    The env notes each way that was taken as a guard; `conditions` are these guards.
+    hints: name -> the value for which control flow on sizes takes the branches of this trace.
+
+    The shape environment records each branch taken as a guard; `conditions` are these guards.
     """
 
     def __init__(self, hints: Mapping[str, int]) -> None:
-        # Two symbols with one hint stay two symbols: which sizes are equal is for the caller to say
+        # Two symbols with one hint stay two symbols: the caller decides which sizes are equal.
         self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
         self.sizes: dict[str, Any] = {}
-        self._names: dict[Any, Any] = {}  # torch's symbols -> those that are called as we say
+        self._names: dict[Any, Any] = {}  # torch's symbols -> those with our names
         for name, hint in hints.items():
             source = ConstantSource(name)
             symbol = self.env.create_symbol(hint, source, DimDynamic.DYNAMIC)
@@ -393,7 +396,7 @@ class Symbols:
             self.sizes[name] = made
 
     def mode(self) -> TrueStrides:
-        """Make the fake mode whose tensors may have these sizes."""
+        """Return the fake mode whose tensors may have these sizes."""
         return TrueStrides(KnownValues(), shape_env=self.env, allow_non_fake_inputs=True)
 
     def text(self, value: torch.SymInt | torch.SymFloat | torch.SymBool) -> str:
@@ -401,14 +404,14 @@ class Symbols:
         return self._written(self.env.replace(value.node.expr))
 
     def _written(self, expr: Any) -> str:
-        """Write an expression: torch's names are other ones in each process, and set the order."""
+        """Write an expression with our names: torch's differ per process and set the order."""
         named = expr.xreplace(self._names)
         return str(_Printer().doprint(named.canonical if named.is_Relational else named))
 
     def conditions(self) -> tuple[str, ...]:
-        """Return what must hold of the sizes for the trace to be theirs, as Python expressions.
+        """Return the conditions on the sizes under which the trace is valid, as Python expressions.
 
-        Nothing is said of those that the trace made constants.
+        They do not mention sizes that the trace made constants.
         """
         known = {symbol: self.env.replace(symbol) for symbol in self._names}
         constants = {symbol: found for symbol, found in known.items() if found.is_number}
@@ -417,12 +420,12 @@ class Symbols:
         return tuple(text for text in texts if text != "True")
 
     def constants(self) -> frozenset[str]:
-        """Return the names of the sizes that the trace holds for one value of."""
+        """Return the names of the sizes that the trace specialised to one value."""
         named = self._names.items()
         return frozenset(own.name for symbol, own in named if self.env.replace(symbol).is_number)
 
 
-# What stands for these functions while an expression of sizes becomes nodes of a graph.
+# Replacements for these functions while an expression of sizes becomes nodes of a graph.
 SIZE_FUNCTIONS: dict[str, Any] = {
     "max": torch.sym_max,
     "min": torch.sym_min,
@@ -433,12 +436,12 @@ SIZE_FUNCTIONS: dict[str, Any] = {
 
 
 def is_symbolic(value: Any) -> bool:
-    """Tell whether a value is a size, or computed from sizes, that has a symbol."""
+    """Return whether a value is a size with a symbol, or computed from such sizes."""
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
-    """Return what two symbolic values of one trace have alike that are equal."""
+    """Return a key that is the same for equal symbolic values of one trace."""
     return value.node.expr
 
 
@@ -447,9 +450,9 @@ def expression(value: torch.SymInt | torch.SymFloat | torch.SymBool) -> Any:
 
 @contextlib.contextmanager
 def compiling_flags(value: bool = True) -> Iterator[None]:
-    """Set what `torch.compiler.is_compiling()` and `is_exporting()` report, and put it back.
+    """Set what `torch.compiler.is_compiling()` and `is_exporting()` report, and restore it.
 
-    Libraries (transformers) ask these to take their traceable paths.
+    Libraries (transformers) check these to choose their traceable paths.
     """
     old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     torch.compiler._is_compiling_flag = value
@@ -461,9 +464,9 @@ def compiling_flags(value: bool = True) -> Iterator[None]:
 
 
 class _InlineCheckpoint:
-    """Stands in for the reentrant checkpoint, which runs its own backward inside backward.
+    """Replaces the reentrant checkpoint, which runs its own backward inside backward.
 
-    What is kept or recomputed is the plan's choice; the values are the same.
+    The plan decides what is kept or recomputed; the values are the same.
     """
 
     @staticmethod
@@ -477,8 +480,8 @@ class _InlineCheckpoint:
 def inlined_checkpoints() -> Iterator[None]:
     """Make reentrant checkpoints plain calls; the other kind is transparent to the tracer.
 
-    That takes contexts (`context_fn`) which are dispatch modes. Of others the one for forward is
-    entered here; recomputing is up to the plan.
+    The tracer supports contexts (`context_fn`) that are dispatch modes. For others, this enters the
+    one for forward; the plan decides about recomputation.
     """
     from torch.utils import checkpoint
 
@@ -492,7 +495,7 @@ def inlined_checkpoints() -> Iterator[None]:
         with forward:
             yield from without_reentry(fn, preserve, checkpoint.noop_context_fn, *args, **kwargs)
 
-    # The composable checkpoint, which FSDP2 is used with, has imported the function by its name.
+    # The composable checkpoint, used with FSDP2, has imported the function by its name.
     composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -505,9 +508,9 @@ def inlined_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def optional_causal_hints() -> Iterator[None]:
-    """Let `nn.TransformerEncoder` take a mask for what it is if its values are not known.
+    """Let `nn.TransformerEncoder` treat a mask generically if its values are unknown.
 
-    It looks whether the mask is the causal one, which only decides how attention computes the same.
+    It checks whether the mask is causal, which only selects how attention computes the same result.
     """
     look = transformer._detect_is_causal_mask
 
@@ -521,19 +524,19 @@ def optional_causal_hints() -> Iterator[None]:
         yield
 
 
-# Without a user and without an effect, tracing would drop it as dead.
+# Without a user and without an effect, tracing would remove it as dead code.
 CHECK_LINALG: Any = has_side_effect(torch.ops.aten._linalg_check_errors.default)
 
 
 def _check_all(kind: type[Exception], cond: Tensor, message: Any = None) -> None:
-    """Stand in for `torch._check_tensor_all_with`, which looks at the values."""
-    said = message if isinstance(message, str) else "a check of the model's failed"
+    """Replace `torch._check_tensor_all_with`, which reads the values."""
+    said = message if isinstance(message, str) else "a check of the model failed"
     torch._assert_async(cond.all(), f"{kind.__name__}: {said}")
 
 
 @contextlib.contextmanager
 def plain_checks() -> Iterator[None]:
-    """Trace checks of values as operators: those of `torch.linalg`, and torch's function for them.
+    """Trace checks of values as operators: those of `torch.linalg`, and torch's check function.
 
     They raise as in eager, wherever they are among the other operators.
     """
@@ -551,12 +554,12 @@ def plain_checks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def traceable(says_compiling: bool = True) -> Iterator[None]:
-    """Make torch's own Python code traceable and quiet: what fails is raised, not also printed."""
+    """Make torch's own Python code traceable and quiet: failures are raised, not also printed."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     validates = torch.distributions.Distribution._validate_args
     log.setLevel(logging.CRITICAL)
-    # Its argument checks are control flow on values.
+    # Their argument checks are control flow on values.
     torch.distributions.Distribution.set_default_validate_args(False)
     try:
         with (
@@ -564,7 +567,8 @@ def traceable(says_compiling: bool = True) -> Iterator[None]:
             inlined_checkpoints(),
             optional_causal_hints(),
             plain_checks(),
-            torch.compiler.set_stance("force_eager"),  # what the user compiled is traced through
+            # Code that the user compiled is traced through.
+            torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),
         ):
             warnings.filterwarnings("ignore", message="(?s).*(Anomaly Detection|Error detected in)")
@@ -576,7 +580,7 @@ def traceable(says_compiling: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_by(show: Callable[[Tensor], str]) -> Iterator[None]:
-    """Have `show` turn traced tensors into text, in place of "FunctionalTensor(...)"."""
+    """Make `show` convert traced tensors to text, instead of "FunctionalTensor(...)"."""
     before = FunctionalTensor.__repr__
     FunctionalTensor.__repr__ = lambda self, **_: show(self)  # type: ignore[method-assign,assignment]
     try:
@@ -586,7 +590,7 @@ def shown_by(show: Callable[[Tensor], str]) -> Iterator[None]:
 
 
 def _dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Say on a CPU what the operator runs: its fake kernel gives CUDA's strides there."""
+    """Spell out the operator's CPU computation: its fake kernel returns CUDA's strides there."""
     if grad.device.type != "cpu":
         return NotImplemented
     return grad * mask * scale
@@ -600,12 +604,13 @@ def trace_joint(
 ) -> torch.fx.GraphModule:
     """Trace `module(*args)` (all fake) with its backward into one graph of ATen nodes.
 
-    says_compiling: what `torch.compiler.is_compiling()` is. Some forwards raise if it is true.
+    says_compiling: the result of `torch.compiler.is_compiling()`. Some forwards raise if it is
+        true.
 
-    Placeholders carry `meta["desc"]`, and so does the output node (a list, one an element). Where
-    nothing differentiable comes out the graph has no backward. Eager runs a backward outside the
-    forward's autocast region, hence `backward_pass_autocast`. The graph's module is lazy: nothing
-    runs it, and writing its Python twice takes as long as tracing a layer.
+    Placeholders carry `meta["desc"]`, and so does the output node (a list, one per element). If no
+    result is differentiable, the graph has no backward. Eager runs a backward outside the forward's
+    autocast region, hence `backward_pass_autocast`. The graph's module is lazy: nothing runs it,
+    and generating its Python twice takes as long as tracing a layer.
     """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
@@ -627,7 +632,7 @@ def rerun_on_fakes(
     mode: FakeTensorMode,
     says_compiling: bool = True,
 ) -> None:
-    """Call `module(*args)` on fake tensors as tracing does, for its side effects only."""
+    """Call `module(*args)` on fake tensors as tracing does, only for its side effects."""
     with traceable(says_compiling), torch.random.fork_rng(devices=[]), mode:
         module(*args)
 
@@ -649,7 +654,7 @@ def describe_placeholder(node: torch.fx.Node) -> tuple[str, str | int]:
 
 
 def describe_results(output: torch.fx.Node) -> list[tuple[str, Any]]:
-    """Return what each element of a traced graph's output stands for.
+    """Return the meaning of each element of a traced graph's output.
 
     ("output", position), ("grad", name), ("input-grad", position), ("param-update", name),
     ("buffer-update", name), ("input-update", position) or ("unknown", text).

@@ -1,7 +1,8 @@
-"""What a region that Inductor compiled allocates, read from the wrapper that it generated.
+"""Wrapper reader: the allocations of a compiled region, read from Inductor's generated wrapper.
 
-Allocations, reuses and frees are statements of its `call`, so walking them gives the bytes
-of a run without one. Its inputs come in a list that it empties, and are freed like its own.
+Allocations, reuses and frees are statements of its `call`, so walking them gives the memory of a
+run without running it. Its inputs come in a list that it empties, and are freed like its own
+allocations.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 
 _FUNCTIONS: dict[str, Any] = {"max": max, "min": min, "math": math}
-_UNKNOWN = 4  # bytes an element where nothing says which dtype
+_UNKNOWN = 4  # bytes per element if no dtype is known
 _OTHER = {("native_dropout", 1): 1, ("max_pool2d_with_indices", 1): 8}  # (op, result) -> bytes
 
 
 @dataclass(frozen=True)
 class Output:
-    """A result of a region: it lies in input `input`, or in the new allocation `made`."""
+    """A result of a region: part of input `input`, or of the new allocation `made`."""
 
     input: int = -1
     made: int = -1
@@ -29,20 +30,21 @@ class Output:
 
 @dataclass(frozen=True)
 class Inside:
-    """A call whose operator allocates inside: the `number`-th of its kind in the wrapper."""
+    """A call whose operator allocates internally: the `number`-th of its kind in the wrapper."""
 
     kind: str
     number: int
 
 
-KINDS = ("convolution_backward", "convolution")  # a name that has the second in it may be the first
+# The second is a prefix of the first, so it comes last.
+KINDS = ("convolution_backward", "convolution")
 
 
 @dataclass(frozen=True)
 class Moment:
-    """What a run holds at one time: allocations of its own, and inputs that it has not freed.
+    """The memory held at one time of a run: its own allocations, and inputs not yet freed.
 
-    inside: the operator that runs at this time, where it allocates inside.
+    inside: the operator that runs at this time, if it allocates internally.
     """
 
     made: frozenset[int]
@@ -52,11 +54,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class RegionTrace:
-    """The allocations of one run, and what the results lie in.
+    """The allocations of one run, and the memory that contains its results.
 
-    size_bytes: allocation -> its bytes.
-    moments: what is held behind each statement that allocates, and at the end.
-    channels_last: of what allocates inside, those that hand out memory with channels last.
+    size_bytes: allocation -> its size in bytes.
+    moments: the memory held after each statement that allocates, and at the end.
+    channels_last: the operators that allocate internally and return channels-last memory.
     """
 
     num_inputs: int
@@ -71,29 +73,29 @@ class RegionTrace:
 
 
 class _Unreadable(Exception):
-    """A statement whose allocations are not known."""
+    """A statement whose allocations are unknown."""
 
 
 @dataclass
 class _Walk:
-    """Interprets the wrapper's statements: names hold allocations, which die with the last name.
+    """Interprets the wrapper's statements: names refer to allocations, freed with their last name.
 
-    given: the sizes that come last among the inputs. sizes: names of these, and of what is computed
-    from them.
+    given: the sizes at the end of the inputs.
+    sizes: names of these, and of values computed from them.
     """
 
     given: tuple[int, ...] = ()
     sizes: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, int] = field(default_factory=dict)
-    names: dict[str, list[int]] = field(default_factory=dict)  # a tuple's name holds several
+    names: dict[str, list[int]] = field(default_factory=dict)  # a tuple's name refers to several
     size: dict[int, int] = field(default_factory=dict)
     itemsize: dict[int, int] = field(default_factory=dict)
-    called: dict[str, str] = field(default_factory=dict)  # a tuple's name -> the op that made it
+    called: dict[str, str] = field(default_factory=dict)  # a tuple's name -> the op that created it
     num_inputs: int = 0
     moments: list[Moment] = field(default_factory=list)
-    inside: dict[str, Inside] = field(default_factory=dict)  # the name of a result, or a tuple's
+    inside: dict[str, Inside] = field(default_factory=dict)  # by the name of a result or of a tuple
     channels_last: set[Inside] = field(default_factory=set)
-    now: Inside | None = None  # what this statement runs, or takes apart
+    now: Inside | None = None  # the operator that this statement runs or unpacks
 
     def run(self, body: list[ast.stmt]) -> list[Output] | None:
         for statement in body:
@@ -106,7 +108,7 @@ class _Walk:
         return None
 
     def _note(self) -> None:
-        """Note what is held now: only what allocates can raise the peak."""
+        """Record the current memory: only allocations can raise the peak."""
         made = frozenset(m for group in self.names.values() for m in group)
         self.moments.append(Moment(made, frozenset(self.inputs.values()), self.now))
 
@@ -176,14 +178,14 @@ class _Walk:
         self.names[name] = [made]
 
     def _like(self, call: ast.Call) -> int:
-        """Return the itemsize of an op's first known argument, which its results mostly share."""
+        """Return the itemsize of an op's first known argument, which its results usually share."""
         for node in ast.walk(call):
             if isinstance(node, ast.Name) and node.id in self.names:
                 return self.itemsize[self.names[node.id][0]]
         return _UNKNOWN
 
     def _take_apart(self, name: str, source: str, index: ast.expr) -> None:
-        """Give an element of an op's tuple an allocation of its own, held by the tuple too."""
+        """Give an element of an op's tuple its own allocation, which the tuple holds too."""
         if source not in self.names or not isinstance(index, ast.Constant):
             return
         whole = self.names[source]
@@ -198,7 +200,7 @@ class _Walk:
             self.now = self.inside[name] = self.inside[source]
 
     def _call(self, call: ast.Call) -> None:
-        """Learn the size of an op's result from the check that follows it."""
+        """Take the size of an op's result from the check that follows it."""
         if not ast.unparse(call.func).endswith("assert_size_stride"):
             return
         checked = call.args[0]
@@ -212,14 +214,14 @@ class _Walk:
                 self.channels_last.add(self.inside[checked.id])
 
     def _numbers(self, of: ast.expr) -> tuple[int, ...]:
-        """Return the numbers that a shape or strides are."""
+        """Return the numbers in a shape or in strides."""
         found = self._evaluated(of)
         if not isinstance(found, tuple):
             raise _Unreadable(ast.unparse(of))
         return found
 
     def _evaluated(self, of: ast.expr) -> Any:
-        """Return what an expression of numbers and known sizes is, None for any other."""
+        """Return the value of an expression of numbers and known sizes, None for any other."""
         names = {n.id for n in ast.walk(of) if isinstance(n, ast.Name)}
         if not names <= {*self.sizes, *_FUNCTIONS}:
             return None
@@ -236,14 +238,14 @@ class _Walk:
 
 
 def _viewed(value: ast.expr) -> str | None:
-    """Return the name that an expression is or is a view of, None for anything else."""
+    """Return the name that an expression is or views, None for any other expression."""
     while isinstance(value, ast.Call) and ast.unparse(value.func).endswith("reinterpret_tensor"):
         value = value.args[0]
     return value.id if isinstance(value, ast.Name) else None
 
 
 def _span(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the elements that a tensor of this shape and these strides spans."""
+    """Return the number of elements spanned by a tensor of this shape and these strides."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(sizes, strides, strict=True))
@@ -254,9 +256,9 @@ def _itemsize(dtype: str) -> int:
 
 
 def trace(source: str, sizes: tuple[int, ...] = ()) -> RegionTrace | None:
-    """Return what a generated wrapper allocates, None where it is not of the known form.
+    """Return the allocations of a generated wrapper, or None if its form is unknown.
 
-    sizes: those that come last among its inputs, at a call.
+    sizes: those at the end of its inputs, for one call.
     """
     for node in _functions(ast.parse(source)):
         walk = _Walk(sizes)

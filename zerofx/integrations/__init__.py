@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over zerofx, each imported by its users only."""
+"""Integrations: other libraries' interfaces on top of zerofx, imported only by their users."""

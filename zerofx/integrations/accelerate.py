@@ -1,4 +1,4 @@
-"""accelerate over zerofx: `from zerofx.integrations import accelerate`.
+"""accelerate on zerofx: `from zerofx.integrations import accelerate`.
 
     accelerator = Accelerator(gradient_accumulation_steps=4, mixed_precision="bf16")
     model, optimizer, loader = accelerate.prepare(
@@ -7,7 +7,7 @@
 
 The rest of the loop stays as it is: `accumulate`, `backward`, `clip_grad_norm_`, `gather`,
 `save_state` and `load_state` are the accelerator's own. A model that zerofx.compile returned may
-also be given to `accelerator.prepare` itself; only `save_state` then needs this module.
+also be passed to `accelerator.prepare` itself; then only `save_state` needs this module.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ def check_version(library: str, found: str, least: str, below: str) -> None:
     """Raise an ArgumentError unless a library is of a supported version."""
     if not least <= TorchVersion(found) < below:
         raise ArgumentError(
-            f"{library} {found} is not supported. Supported are {least} and later, below {below}. "
-            f"Install one of them: pip install '{library}>={least},<{below}'"
+            f"{library} {found} is not supported. Supported versions are {least} and later, below "
+            f"{below}. Install one of them: pip install '{library}>={least},<{below}'."
         )
 
 
 check_version("accelerate", accelerate.__version__, "1.15", "2")
 
 
-# -- A loop ----------------------------------------------------------------------------------------
+# -- The loop---------------------------------------------------------------------------------------
 
 
 def prepare(
@@ -62,18 +62,18 @@ def prepare(
     plan: PlanLike = None,
     hardware: Hardware | str | os.PathLike[str] | None = None,
 ) -> Any:
-    """Compile a model for an accelerator's loop, and prepare what else a loop has.
+    """Compile a model for an accelerator's loop, and prepare the loop's other objects.
 
-    model: a plain model, or what zerofx.compile returned; its plan is then its own.
-    optimizer: one over the parameters of the model.
-    others: data loaders, schedulers and whatever else `accelerator.prepare` takes.
-    plan, hardware: as zerofx.compile takes them. The accelerator's own switches are set in it.
+    model: a plain model, or the result of zerofx.compile, which keeps its own plan.
+    optimizer: an optimizer over the parameters of the model.
+    others: data loaders, schedulers and other arguments of `accelerator.prepare`.
+    plan, hardware: as for zerofx.compile. The accelerator's own switches are set in the plan.
 
     Returns:
         All of them, in this order, as `accelerator.prepare` returns them.
 
     Raises:
-        PlanError: a switch of the accelerator cannot be honoured, or contradicts the plan.
+        PlanError: a switch of the accelerator is not supported, or contradicts the plan.
     """
     if isinstance(model, CompiledModule):
         check_compiled(model, plan, plan_of(accelerator, model._zerofx.plan))
@@ -89,18 +89,18 @@ def prepare(
 
 
 def check_compiled(model: CompiledModule, plan: PlanLike, wanted: Plan) -> None:
-    """Raise a PlanError if a compiled model has another plan than a library's switches ask for."""
+    """Raise a PlanError if a compiled model's plan differs from the one that switches require."""
     own = model._zerofx.plan
     if plan is not None and as_plan(plan) != own:
         raise PlanError(
-            "plan was given for a model that is compiled already. Give the plan to zerofx.compile"
+            "plan was given for a model that is already compiled. Give the plan to zerofx.compile."
         )
     fields = wanted.to_dict()
     for name, value in own.to_dict().items():
         if fields[name] != value:
             raise PlanError(
                 f"the model was compiled with Plan({name}={value!r}), but the arguments mean "
-                f"{fields[name]!r}. Compile it with Plan({name}={fields[name]!r}), or change them"
+                f"{fields[name]!r}. Compile it with Plan({name}={fields[name]!r}), or change them."
             )
 
 
@@ -113,8 +113,8 @@ def compile_for(
 ) -> Any:
     """Compile a model whose calls run under the accelerator's autocast, if it has one.
 
-    Parameters are gathered in the format of `mixed_precision` if operators take them in it, and
-    autocast decides as it does without zerofx: the rounding is that of the library.
+    Parameters are gathered in the dtype of `mixed_precision` if operators take them in it. Autocast
+    decides as it does without zerofx, so rounding is the same as in the library.
     """
     if accelerator.native_amp and plan.precision.modules is None:
         plan = replace(plan, precision=replace(plan.precision, modules=_wide(model)))
@@ -134,10 +134,10 @@ def compile_for(
 
 
 def _wide(model: nn.Module) -> Patterns | None:
-    """Return the parameters that autocast leaves in fp32, by patterns of their names.
+    """Return the parameters that autocast leaves in fp32, as patterns of their names.
 
-    They are those of embeddings, of modules without a matrix (norms), and of modules around others
-    (class tokens, positions). A tied one is wide if it is so in one place.
+    They are those of embeddings, of modules without a matrix (norms), and of modules that contain
+    other modules (class tokens, positions). A tied parameter is included if it is so in one place.
     """
     wide: set[str] = set()
     named = list(model.named_modules(remove_duplicate=False))
@@ -152,7 +152,7 @@ def _wide(model: nn.Module) -> Patterns | None:
     wide = {name for name, param in params.items() if id(param) in shared}
     found: dict[str, str] = {}
     for name in sorted(wide):
-        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # all layers in one
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)  # one pattern for all layers
         if any(covers(pattern, other) for other in params.keys() - wide):
             pattern = name
         found[pattern] = "fp32"
@@ -160,9 +160,9 @@ def _wide(model: nn.Module) -> Patterns | None:
 
 
 class _Optimizer(AcceleratedOptimizer):
-    """An accelerator's optimizer, of whose state `save_state` writes where the snapshot is."""
+    """An accelerator's optimizer; `save_state` saves the snapshot's path instead of its state."""
 
-    snapshot: str | None = None  # where the next state_dict is, once it has been saved there
+    snapshot: str | None = None  # path of the next state_dict, once it has been saved there
 
     def state_dict(self) -> dict[str, Any]:
         if self.snapshot is None:
@@ -180,7 +180,7 @@ def _with_snapshot(accelerator: Accelerator, model: Any, optimizer: Any) -> _Opt
     number = len(accelerator._optimizers)
     name = _SNAPSHOT if number == 0 else f"{_SNAPSHOT}_{number}"
     made = _Optimizer(optimizer, device_placement=False, scaler=accelerator.scaler)
-    made._is_accelerate_prepared = True  # accelerator.prepare keeps it as it is
+    made._is_accelerate_prepared = True  # accelerator.prepare then leaves it alone
 
     def save(models: list[Any], weights: list[Any], folder: str) -> None:
         zerofx.save(Path(folder) / name, model, optimizer)
@@ -189,7 +189,8 @@ def _with_snapshot(accelerator: Accelerator, model: Any, optimizer: Any) -> _Opt
     def load(models: list[Any], folder: str) -> None:
         if (Path(folder) / name).is_dir():
             zerofx.load(Path(folder) / name, model, optimizer)
-        else:  # accelerate's own, of a run without zerofx: load_state gives the optimizer its state
+        # Accelerate's own, of a run without zerofx: load_state restores the optimizer's state.
+        else:
             ending = "" if number == 0 else f"_{number}"
             zerofx.load_weights(model, Path(folder) / f"model{ending}.safetensors")
 
@@ -205,7 +206,7 @@ def plan_of(accelerator: Accelerator, plan: PlanLike = None) -> Plan:
     """Return a plan in which the accelerator's switches are set.
 
     Raises:
-        PlanError: one of them cannot be honoured, or contradicts the plan; names it.
+        PlanError: one of them is not supported, or contradicts the plan; names it.
     """
     found = as_plan(plan)
     kind = accelerator.distributed_type
@@ -217,7 +218,7 @@ def plan_of(accelerator: Accelerator, plan: PlanLike = None) -> Plan:
     if accelerator.parallelism_config is not None:
         raise PlanError(
             "Accelerator.parallelism_config is not supported: all ranks are data-parallel. Leave "
-            "it out; Plan(shard_axis_size=...) shards within groups of ranks"
+            "it out. Plan(shard_axis_size=...) shards within groups of ranks."
         )
     found = with_precision(found, accelerator.mixed_precision, accelerator.scaler)
     _check_dynamo(accelerator.state.dynamo_plugin, found)
@@ -226,19 +227,21 @@ def plan_of(accelerator: Accelerator, plan: PlanLike = None) -> Plan:
 
 _FROM_FILE = "plan=plan_from_config('config.yaml')"
 _OTHERS: dict[Any, str] = {
-    DistributedType.DEEPSPEED: f"Launch with torchrun, and give {_FROM_FILE}",
-    DistributedType.FSDP: f"Launch with torchrun, and give {_FROM_FILE}",
-    DistributedType.MEGATRON_LM: "Launch with torchrun",
-    DistributedType.XLA: "Run on CPUs or CUDA GPUs",
+    DistributedType.DEEPSPEED: f"Launch with torchrun, and give {_FROM_FILE}.",
+    DistributedType.FSDP: f"Launch with torchrun, and give {_FROM_FILE}.",
+    DistributedType.MEGATRON_LM: "Launch with torchrun.",
+    DistributedType.XLA: "Run on CPUs or CUDA GPUs.",
 }
 
 
 def with_precision(plan: Plan, mixed: str, scaler: Any = None) -> Plan:
-    """Return a plan that computes as `mixed_precision` says: "no", "bf16" or "fp16"."""
+    """Return a plan that computes in the precision of `mixed_precision`: "no", "bf16" or "fp16"."""
     if mixed in ("no", None):
         return plan
     if mixed not in ("bf16", "fp16"):
-        raise PlanError(f"mixed_precision = {mixed!r} is not supported. Use 'bf16', 'fp16' or 'no'")
+        raise PlanError(
+            f"mixed_precision = {mixed!r} is not supported. Use 'bf16', 'fp16' or 'no'."
+        )
     if plan.precision == Precision():
         precision: Any = mixed
         if mixed == "fp16" and scaler is not None:  # the library scales the loss itself
@@ -246,46 +249,47 @@ def with_precision(plan: Plan, mixed: str, scaler: Any = None) -> Plan:
         return replace(plan, precision=Precision.read("precision", precision))
     if plan.precision.compute != mixed:
         raise PlanError(
-            f"mixed_precision = {mixed!r} contradicts Plan(precision={plan.precision.to_plain()!r})"
-            ". Change one of them, or leave out mixed_precision"
+            f"mixed_precision = {mixed!r} contradicts "
+            f"Plan(precision={plan.precision.to_plain()!r}). Change one of them, or leave out "
+            "mixed_precision."
         )
     if mixed == "fp16" and scaler is not None and plan.precision.loss_scale != "external":
         raise PlanError(
-            "mixed_precision = 'fp16' brings a GradScaler, so that Plan.precision.loss_scale must "
-            "be 'external'. Set it, or leave out mixed_precision"
+            "mixed_precision = 'fp16' brings a GradScaler, so Plan.precision.loss_scale must be "
+            "'external'. Set it, or leave out mixed_precision."
         )
     return plan
 
 
 def _check_dynamo(plugin: Any, plan: Plan) -> None:
-    """Raise unless zerofx's own compilation is what torch.compile is asked for."""
+    """Raise unless zerofx's own compilation satisfies the torch.compile settings."""
     if plugin is None or plugin.backend == DynamoBackend.NO:
         return
     if plugin.backend != DynamoBackend.INDUCTOR:
         raise PlanError(
             f"torch_compile with the backend {plugin.backend.value.lower()!r} is not supported: "
-            "zerofx compiles the model by Inductor. Leave torch_compile out"
+            "zerofx compiles the model with Inductor. Leave torch_compile out."
         )
     if plugin.mode not in (None, "default"):
         raise PlanError(
-            f"torch_compile with mode = {plugin.mode!r} is not supported. Leave the mode out; "
-            "Plan(cuda_graph=True) replays graphs on one GPU"
+            f"torch_compile with mode = {plugin.mode!r} is not supported. Leave the mode out. "
+            "Plan(cuda_graph=True) replays graphs on one GPU."
         )
     if plan.kernels != "inductor":
         raise PlanError(
-            f"torch_compile contradicts Plan(kernels={plan.kernels!r}). Leave one of them out"
+            f"torch_compile contradicts Plan(kernels={plan.kernels!r}). Leave one of them out."
         )
 
 
 def _with_ddp(plan: Plan, handler: Any) -> Plan:
-    """Return a plan with what DistributedDataParallel was to do, as far as it changes results."""
+    """Return a plan with DistributedDataParallel's options, as far as they change results."""
     if handler is None:
         return plan
     hook = getattr(handler.comm_hook, "value", handler.comm_hook)
     if str(hook) != "no":
         raise PlanError(
             f"DistributedDataParallelKwargs.comm_hook = {hook!r} is not supported: it changes the "
-            "gradients. Leave it out; Plan(precision={'reduce': ...}) sets the format of gradients"
+            "gradients. Leave it out. Plan(precision={'reduce': ...}) sets the dtype of gradients."
         )
     if not handler.broadcast_buffers:
         plan = replace(plan, buffers="local")
@@ -303,15 +307,15 @@ def plan_from_config(
     auto: Any = None,
     hidden_size: int | None = None,
 ) -> Plan:
-    """Build the plan that a file of `accelerate config` means, by its deepspeed or FSDP section.
+    """Build the plan of an `accelerate config` file, from its deepspeed or FSDP section.
 
-    Launch with torchrun: numbers of processes and machines, addresses and ports are its own.
+    Launch with torchrun, which sets numbers of processes and machines, addresses and ports.
 
-    source: the path of a YAML or JSON file, or what is in one.
-    auto, hidden_size: what "auto" in a ds_config file stands for; see Plan.from_ds_config.
+    source: the path of a YAML or JSON file, or its contents.
+    auto, hidden_size: the values for "auto" in a ds_config file; see Plan.from_ds_config.
 
     Raises:
-        PlanError: names a key that is unknown or cannot be honoured.
+        PlanError: names a key that is unknown or not supported.
     """
     if isinstance(source, Mapping):
         config = dict(source)
@@ -332,7 +336,7 @@ def plan_from_config(
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU"):
         raise PlanError(
             f"accelerate config: distributed_type = {kind} has no section of its own. Give "
-            "deepspeed_config or fsdp_config, or use MULTI_GPU"
+            "deepspeed_config or fsdp_config, or use MULTI_GPU."
         )
     return with_precision(Plan(stage=0), mixed)  # it is DistributedDataParallel
 
@@ -341,9 +345,9 @@ _SECTIONS = (
     "mixed_precision", "deepspeed_config", "fsdp_config", "distributed_type", "dynamo_config",
 )  # fmt: skip
 _UNSUPPORTED = {
-    "megatron_lm_config": "All ranks are data-parallel",
-    "parallelism_config": "All ranks are data-parallel",
-    "fp8_config": "Use mixed_precision: bf16",
+    "megatron_lm_config": "All ranks are data-parallel.",
+    "parallelism_config": "All ranks are data-parallel.",
+    "fp8_config": "Use mixed_precision: bf16.",
 }
 _LAUNCHER = (
     *("compute_environment", "num_processes", "num_machines", "machine_rank", "main_process_ip"),
@@ -392,10 +396,10 @@ def _of_deepspeed(section: Mapping[str, Any], mixed: str, auto: Any, hidden: int
 
 
 def plan_from_fsdp(section: Mapping[str, Any]) -> Plan:
-    """Build the plan that accelerate's or transformers' `fsdp_config` means.
+    """Build the plan equivalent to accelerate's or transformers' `fsdp_config`.
 
     Raises:
-        PlanError: names a key that is unknown or cannot be honoured.
+        PlanError: names a key that is unknown or not supported.
     """
     config = {str(name).removeprefix("fsdp_"): value for name, value in section.items()}
     fields: dict[str, Any] = {"stage": 3}
@@ -414,8 +418,8 @@ def _stage(value: Any) -> dict[str, Any]:
     name = str(value).lower()
     if name not in _STAGES:
         raise PlanError(
-            f"fsdp_config: {value!r} is no sharding that zerofx takes from here. Use one of "
-            f"{sorted(_STAGES)}; for hybrid sharding Plan(shard_axis_size=<ranks per group>)"
+            f"fsdp_config: {value!r} is not a supported sharding strategy. Use one of "
+            f"{sorted(_STAGES)}. For hybrid sharding, use Plan(shard_axis_size=<ranks per group>)."
         )
     return {"stage": _STAGES[name]}
 
@@ -438,7 +442,7 @@ def _offload(value: Any) -> dict[str, Any]:
 
 def _refuse_xla(value: Any) -> dict[str, Any]:
     if _is_on(value):
-        raise PlanError("fsdp_config: xla is not supported. Run on CPUs or CUDA GPUs")
+        raise PlanError("fsdp_config: xla is not supported. Run on CPUs or CUDA GPUs.")
     return {}
 
 
@@ -451,7 +455,8 @@ _FSDP: dict[str, Callable[[Any], dict[str, Any]]] = {
     "xla": _refuse_xla,
     "xla_fsdp_v2": _refuse_xla,
 }
-# What zerofx decides itself: units are found, everything is scheduled, full weights can be saved.
+# Options that zerofx decides itself: it finds units, schedules everything, and can save full
+# weights.
 _SCHEDULED = (
     *("version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params"),
     *("backward_prefetch", "backward_prefetch_policy", "forward_prefetch", "limit_all_gathers"),

@@ -1,4 +1,4 @@
-"""DeepSpeed's interface over zerofx: `from zerofx.integrations import deepspeed`.
+"""DeepSpeed's interface on zerofx: `from zerofx.integrations import deepspeed`.
 
     engine, optimizer, loader, scheduler = deepspeed.initialize(
         model=model, training_data=data, config="ds_config.json"
@@ -8,8 +8,8 @@
         engine.backward(loss)
         engine.step()
 
-DeepSpeed itself is not needed. The engine honours what `zerofx.plan.ds_config` calls honoured;
-checkpoints are zerofx snapshots. docs/from-deepspeed.md has the differences.
+DeepSpeed itself is not needed. The engine supports the keys that `zerofx.plan.ds_config` lists as
+honoured; checkpoints are zerofx snapshots. docs/from-deepspeed.md lists the differences.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from zerofx.plan.ds_config import Chosen, DsConfig, read_ds_config
 from zerofx.plan.plan import Plan
 
 log = logging.getLogger("zerofx")
-_ENGINES: list[weakref.ref[DeepSpeedEngine]] = []  # in one order on all ranks
+_ENGINES: list[weakref.ref[DeepSpeedEngine]] = []  # in the same order on all ranks
 
 _SCHEDULES: dict[str, Callable[..., Any]] = {
     kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
@@ -64,7 +64,7 @@ Event = tuple[str, float, int]
 
 
 class _Monitor:
-    """Writers of (name, value, samples), those that a ds_config turns on."""
+    """Writers of (name, value, samples) events: those that a ds_config enables."""
 
     def __init__(self, monitors: Mapping[str, Mapping[str, Any]]) -> None:
         self._csv: Path | None = None
@@ -87,7 +87,7 @@ class _Monitor:
             self._wandb = wandb
 
     def write_events(self, events: Iterable[Event]) -> None:
-        """Write values of one step."""
+        """Write the values of one step."""
         for name, value, samples in events:
             if self._csv is not None:
                 path = self._csv / f"{name.replace('/', '_').replace(' ', '_')}.csv"
@@ -116,7 +116,7 @@ def _needs(package: str) -> Iterator[None]:
     except ImportError as error:
         raise PlanError(
             f"ds_config: {package}.enabled = True needs the package {package}, which is not "
-            "installed. Install it, or set it to false"
+            "installed. Install it, or set it to false."
         ) from error
 
 
@@ -126,8 +126,11 @@ def _needs(package: str) -> Iterator[None]:
 class DeepSpeedEngine(nn.Module):
     """DeepSpeed's engine over a compiled model: forward, backward and step of micro-batches.
 
-    module: the compiled model. global_steps: updates, skipped ones included. micro_steps: calls of
-    `step`. skipped_steps: updates that fp16 overflows skipped. global_samples: of all ranks.
+    module: the compiled model.
+    global_steps: updates, including skipped ones.
+    micro_steps: calls of `step`.
+    skipped_steps: updates that were skipped because of fp16 overflows.
+    global_samples: samples of all ranks.
     """
 
     def __init__(
@@ -161,23 +164,23 @@ class DeepSpeedEngine(nn.Module):
         _ENGINES[:] = [*(each for each in _ENGINES if each() is not None), weakref.ref(self)]
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the model where the engine has none of that name."""
+        """Return an attribute of the model if the engine has none of that name."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    # -- what a script asks ---------------------------------------------------------------------
+    # -- queries of a script -------------------------------------------------------------------
     def train_batch_size(self) -> int:
-        """Return the samples of one update, over all ranks."""
+        """Return the number of samples per update, over all ranks."""
         return self._train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of one forward of one rank."""
+        """Return the number of samples per forward on one rank."""
         return self._micro
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the backwards of one update."""
+        """Return the number of backwards per update."""
         return self._accumulation
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -185,22 +188,22 @@ class DeepSpeedEngine(nn.Module):
         return self._train, self._micro, self._accumulation
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of an update by the number of backwards."""
+        """Change the samples per update by changing the number of backwards."""
         of_one = self._micro * self.world_size
         if train_batch_size < of_one or train_batch_size % of_one:
             raise ArgumentError(
                 f"train_batch_size = {train_batch_size} is not a multiple of {self._micro} samples "
-                f"on {self.world_size} ranks. Give one"
+                f"on {self.world_size} ranks. Give a multiple."
             )
         self._train, self._accumulation = train_batch_size, train_batch_size // of_one
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a forward, and with them those of an update."""
+        """Change the samples per forward, and with them those per update."""
         self._micro = micro_batch_size
         self._train = micro_batch_size * self._accumulation * self.world_size
 
     def gradient_clipping(self) -> float:
-        """Return the norm that gradients are clipped at; 0 is off."""
+        """Return the norm at which gradients are clipped; 0 means off."""
         return self.ds_config.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
@@ -225,11 +228,11 @@ class DeepSpeedEngine(nn.Module):
         return 1.0 if scaler is None else scaler.scale
 
     def steps_per_print(self) -> int | None:
-        """Return after how many updates rank 0 prints a line."""
+        """Return the number of updates after which rank 0 prints a line."""
         return self.ds_config.steps_per_print
 
     def get_lr(self) -> list[Any]:
-        """Return the rate of each parameter group."""
+        """Return the learning rate of each parameter group."""
         return [group["lr"] for group in self._optimizer().param_groups]
 
     def get_mom(self) -> list[Any]:
@@ -254,11 +257,11 @@ class DeepSpeedEngine(nn.Module):
         return (self.micro_steps + 1) % self._accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the next backward and `step` end an update, instead of counting."""
+        """Set whether the next backward and `step` end an update, instead of counting."""
         if not self.ds_config.is_managed:
             raise GradientError(
                 "set_gradient_accumulation_boundary contradicts managed_gradient_accumulation = "
-                "false, under which each step() is a boundary. Leave out the call"
+                "false, under which each step() is a boundary. Leave out the call."
             )
         self._boundary = is_boundary
 
@@ -266,7 +269,7 @@ class DeepSpeedEngine(nn.Module):
         if self.optimizer is None:
             raise OptimizerError(
                 "the engine has no optimizer. Give initialize(optimizer=...), or an optimizer in "
-                "the ds_config"
+                "the ds_config."
             )
         return self.optimizer
 
@@ -281,9 +284,9 @@ class DeepSpeedEngine(nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Run the backward of one micro-batch; return the loss over the backwards of an update.
+        """Run the backward of one micro-batch; return the loss divided by the backwards per update.
 
-        Gradients are reduced at the last one, if the stage allows to wait.
+        Gradients are reduced in the last backward, if the stage permits waiting.
         """
         self._optimizer()
         self._num_backwards += 1
@@ -298,7 +301,7 @@ class DeepSpeedEngine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients on this rank until a backward outside; `step` inside raises."""
+        """Sum gradients on this rank until a backward outside the block; `step` inside raises."""
         self._in_no_sync = True
         try:
             yield
@@ -308,7 +311,9 @@ class DeepSpeedEngine(nn.Module):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Count a micro-batch; at a boundary clip, update, and step the scheduler."""
         if self._in_no_sync:
-            raise GradientError("engine.step() was called in engine.no_sync(). Call it after it")
+            raise GradientError(
+                "engine.step() was called inside engine.no_sync(). Call it after the block."
+            )
         self._optimizer()
         self._is_stepping, self._is_applied = True, False
         if self.is_gradient_accumulation_boundary():
@@ -372,8 +377,8 @@ class DeepSpeedEngine(nn.Module):
     ) -> DataLoader[Any]:
         """Return a loader of this rank's micro-batches; ranks share a map-style dataset.
 
-        The order is shuffled for route "train". Call `loader.sampler.set_epoch(n)` for another one
-        in each epoch.
+        For route "train", the order is shuffled. Call `loader.sampler.set_epoch(n)` for a different
+        order in each epoch.
         """
         is_stream = isinstance(dataset, IterableDataset)
         if data_sampler is None and not is_stream:
@@ -399,14 +404,15 @@ class DeepSpeedEngine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save a snapshot to `save_dir/tag`, and have `save_dir/latest` name it; on all ranks.
+        """Save a snapshot to `save_dir/tag`, and name it in `save_dir/latest`; call on all ranks.
 
-        tag: default global_step<n>. client_state: rank 0's; numbers, strings, tensors, containers.
+        tag: default global_step<n>.
+        client_state: rank 0's; numbers, strings, tensors, containers.
         """
         if exclude_frozen_parameters:
             raise ArgumentError(
                 "save_checkpoint(exclude_frozen_parameters=True): a snapshot has all parameters. "
-                "Leave it out, or save the trained ones with save_16bit_model"
+                "Leave it out, or save the trained ones with save_16bit_model."
             )
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         scheduler = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
@@ -429,29 +435,29 @@ class DeepSpeedEngine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` saved, ours or DeepSpeed's, at any world size and stage.
+        """Load a checkpoint of `save_checkpoint`, ours or DeepSpeed's, at any world size and stage.
 
-        A collective call.
+        This is a collective call.
 
         Returns:
-            The path and the client state; (None, None), with a warning, where there is no `latest`.
+            The path and the client state; (None, None), with a warning, if there is no `latest`.
         """
         if not load_module_strict or custom_load_fn is not None:
             name = "custom_load_fn" if load_module_strict else "load_module_strict=False"
             raise ArgumentError(
-                f"load_checkpoint({name}): snapshots are of this very model. Leave it out; "
-                "zerofx.load_weights(strict=False) loads parts of a model"
+                f"load_checkpoint({name}): a snapshot contains exactly this model. Leave it out. "
+                "zerofx.load_weights(strict=False) loads parts of a model."
             )
         latest = Path(load_dir) / "latest"
         if tag is None:
             if not latest.is_file():
-                warnings.warn(f"{latest} is not there, so that nothing is loaded", stacklevel=2)
+                warnings.warn(f"{latest} does not exist, so nothing is loaded", stacklevel=2)
                 return None, None
             tag = latest.read_text(encoding="utf-8").strip()
         path = Path(load_dir) / str(tag)
         with_states = load_optimizer_states and not load_module_only
         extra = zerofx.load(path, self.module, self.optimizer if with_states else None)
-        if "global_steps" in extra:  # DeepSpeed wrote it
+        if "global_steps" in extra:  # written by DeepSpeed
             counts = {name: extra.pop(name) for name in _COUNTS if name in extra}
             scheduler = extra.pop("lr_scheduler", None)
             extra = {"engine": counts, "scheduler": scheduler, "client": extra}
@@ -469,7 +475,7 @@ class DeepSpeedEngine(nn.Module):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the whole weights by `torch.save`, in the format that the model computes in."""
+        """Save the whole weights with `torch.save`, in the dtype that the model computes in."""
         state = zerofx.full_state_dict(self.module)
         if self.global_rank == 0:
             name = self.module._zerofx.plan.precision.compute
@@ -487,7 +493,7 @@ class DeepSpeedEngine(nn.Module):
     save_fp16_model = save_16bit_model
 
 
-# Not micro_steps: gradients of a part of an update are not saved, so that it begins again.
+# Not micro_steps: gradients of a partial update are not saved, so the update starts over.
 _COUNTS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -515,26 +521,26 @@ def initialize(
     """Compile a model by a ds_config; return engine, optimizer, data loader and scheduler.
 
     args: has `deepspeed_config`, the path of the config, if `config` is not given.
-    optimizer: an optimizer, or a function of `model_parameters`; instead of the config's.
-    model_parameters: what the config's optimizer updates: parameters or groups. All by default.
+    optimizer: an optimizer, or a function of `model_parameters`; replaces the config's.
+    model_parameters: the parameters or groups that the config's optimizer updates. All by default.
     training_data: a dataset, for a loader of micro-batches.
-    lr_scheduler: a scheduler, or a function of the optimizer; instead of the config's.
-    config, config_params: a path, what is in one, or what `read_ds_config` returned.
-    plan: a Plan instead of the config's, or fields that are set in it: `{"kernels": "aten"}`.
-    hardware: as `zerofx.compile` takes it.
-    distributed_port, dist_init_required: nothing; zerofx.compile makes a process group if needed.
+    lr_scheduler: a scheduler, or a function of the optimizer; replaces the config's.
+    config, config_params: a path, its contents, or the result of `read_ds_config`.
+    plan: a Plan that replaces the config's, or fields to set in it: `{"kernels": "aten"}`.
+    hardware: as for `zerofx.compile`.
+    distributed_port, dist_init_required: ignored; zerofx.compile creates a process group if needed.
 
     Raises:
         ArgumentError: there is no model or config, or two configs; `mpu` or `mesh_param` is given.
         PlanError: names every key of the config that is refused.
     """
     if not isinstance(model, nn.Module):
-        raise ArgumentError(f"model is of type {type(model).__name__}. Give initialize(model=...)")
+        raise ArgumentError(f"model is of type {type(model).__name__}. Give initialize(model=...).")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ArgumentError(
-                f"{name} was given, but zerofx has no tensor, pipeline or sequence axis yet. Leave "
-                "it out, and give a model that is not sliced"
+                f"{name} was given, but zerofx has no tensor, pipeline or sequence axis here yet. "
+                "Leave it out, and give a model that is not sliced."
             )
     found = _config(args, config, config_params)
     found.warn()
@@ -572,25 +578,25 @@ def _config(args: Any, config: Any, config_params: Any) -> DsConfig:
     there = {name: value for name, value in given.items() if value is not None}
     if len(there) != 1:
         said = f"{' and '.join(there)} are given" if there else "there is no config"
-        raise ArgumentError(f"{said}. Give one: initialize(config=...) or --deepspeed_config")
+        raise ArgumentError(f"{said}. Give one: initialize(config=...) or --deepspeed_config.")
     (value,) = there.values()
     return value if isinstance(value, DsConfig) else read_ds_config(value)
 
 
 def _from_environment() -> int:
     text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1  # zerofx.compile says what is wrong with it
+    return int(text) if text.isdigit() else 1  # zerofx.compile reports what is wrong with it
 
 
 def make_optimizer(chosen: Chosen, params: Any) -> torch.optim.Optimizer:
-    """Make the optimizer that a ds_config names, over parameters or groups."""
+    """Create the optimizer that a ds_config names, over parameters or groups."""
     own = chosen.kind if chosen.kind in optim.__all__ else None
     kind = getattr(optim, own) if own else getattr(torch.optim, chosen.kind)
     return _made(kind, "optimizer", chosen, params)
 
 
 def make_scheduler(chosen: Chosen, optimizer: torch.optim.Optimizer) -> Any:
-    """Make the scheduler that a ds_config names."""
+    """Create the scheduler that a ds_config names."""
     kind = _SCHEDULES.get(chosen.kind) or getattr(torch.optim.lr_scheduler, chosen.kind)
     return _made(kind, "scheduler", chosen, optimizer)
 
@@ -600,13 +606,13 @@ def _made(kind: Callable[..., Any], section: str, chosen: Chosen, over: Any) -> 
         return kind(over, **chosen.params)
     except (TypeError, ValueError) as error:
         raise PlanError(
-            f"ds_config: {section}.params = {dict(chosen.params)!r} are not for {chosen.kind}: "
-            f"{error}"
+            f"ds_config: {section}.params = {dict(chosen.params)!r} do not fit {chosen.kind}: "
+            f"{error}. Correct them."
         ) from error
 
 
 def init_distributed(dist_backend: str | None = None, **options: Any) -> None:
-    """Make the default process group, as torchrun's variables say, if there is none yet."""
+    """Create the default process group from torchrun's variables, if there is none yet."""
     if not dist.is_initialized():
         with StartUp() as start:
             start.initialise(None)
@@ -625,10 +631,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 class Init(contextlib.AbstractContextManager[None]):
-    """Where a model is built: nothing is to be done, since `initialize` shards it at once.
+    """Context for building a model; it does nothing, since `initialize` shards the model at once.
 
-    A model that does not fit the host is built on meta instead: `remote_device="meta"`. Its
-    modules are then initialised one by one, by their own `reset_parameters`.
+    A model that does not fit the host is built on meta instead: `remote_device="meta"`. Its modules
+    are then initialised one by one, by their own `reset_parameters`.
     """
 
     def __init__(
@@ -652,15 +658,16 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Make parameters whole inside, on all ranks: read them as attributes of their modules.
+    """Make parameters whole inside the block, on all ranks; read them from their modules.
 
-    params: a parameter, several, or a module. What is no part of an engine's model is whole anyway.
-    modifier_rank: 0 keeps what rank 0 writes; None is for reading.
+    params: a parameter, several, or a module. Parameters outside an engine's model are whole
+        anyway.
+    modifier_rank: 0 keeps rank 0's writes; None is for reading.
     """
     if modifier_rank not in (None, 0):
         raise ArgumentError(
-            f"GatheredParameters(modifier_rank={modifier_rank}): zerofx keeps what rank 0 writes. "
-            "Give 0, or None to read"
+            f"GatheredParameters(modifier_rank={modifier_rank}): zerofx keeps the values that rank "
+            "0 writes. Give 0, or None to read."
         )
     modules = _modules_of(params) if enabled else []
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Lightning's strategies over zerofx: `strategy="zerofx"` for its Trainer and for Fabric.
+"""Lightning strategies on zerofx: `strategy="zerofx"` for its Trainer and for Fabric.
 
     import zerofx.integrations.lightning  # registers both names
 
@@ -6,9 +6,9 @@
     trainer = lightning.Trainer(strategy=ZeroFXStrategy(plan={"stage": 2}), devices=8)
     fabric = lightning.Fabric(strategy=ZeroFXFabricStrategy(plan="plan.yaml"), devices=8)
 
-The module stays what it is: `training_step`, `self.log`, metrics and hooks run as they are written,
-and each call of the module, or of a part of it that has parameters, runs a program. Launchers and
-the process group are those of Lightning's DDP. docs/lightning.md has the differences.
+The module stays as it is: `training_step`, `self.log`, metrics and hooks run as written. Each call
+of the module, or of a part of it that has parameters, runs a program. Launchers and the process
+group are those of Lightning's DDP. docs/lightning.md lists the differences.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _OLDEST = (2, 6)
 
 
 def _check_version() -> None:
-    """Raise unless Lightning is there, and one that this file is written for.
+    """Raise unless Lightning is installed, in a version that this file supports.
 
     Raises:
-        ImportError: names the version that is installed, and what to install.
+        ImportError: names the installed version, and what to install.
     """
     wanted = ".".join(map(str, _OLDEST))
     try:
@@ -50,13 +50,13 @@ def _check_version() -> None:
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(
             "zerofx.integrations.lightning needs the package lightning, which is not installed. "
-            f"Run pip install 'lightning>={wanted}'. (pytorch_lightning is another package: import "
-            "lightning.pytorch in its place)"
+            f"Run pip install 'lightning>={wanted}'. (pytorch_lightning is a different package. "
+            "Import lightning.pytorch instead.)"
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(
             f"lightning {version} is installed. zerofx.integrations.lightning needs {wanted} or "
-            f"newer. Run pip install 'lightning>={wanted}'"
+            f"newer. Run pip install 'lightning>={wanted}'."
         )
 
 
@@ -74,31 +74,32 @@ from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
 from lightning.pytorch.utilities.data import extract_batch_size  # noqa: E402
 from torchmetrics import Metric  # noqa: E402
 
-# -- What both strategies do -----------------------------------------------------------------------
+# -- Shared by both strategies----------------------------------------------------------------------
 
 
 def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
-    """Return the plan that Lightning's precision asks for.
+    """Return the plan that matches Lightning's precision.
 
-    "bf16-mixed" and "16-mixed": parameters are gathered in that format too, and shards and
+    "bf16-mixed" and "16-mixed": parameters are gathered in that dtype too, while shards and
     optimizer states stay fp32, as under Lightning's FSDP. Its autocast stays around each step, and
     for fp16 its GradScaler. The "true" formats convert the module before it is compiled.
 
     Raises:
-        PlanError: the plan has another precision, or Lightning's is not for zerofx.
+        PlanError: the plan has another precision, or zerofx does not support Lightning's.
     """
     name: Any = getattr(plugin, "precision", None)
     chosen = plan.precision
     wanted = {"bf16-mixed": "bf16", "16-mixed": "fp16"}.get(name, "fp32")
     if name not in ("32-true", "64-true", "bf16-true", "16-true", "bf16-mixed", "16-mixed"):
         raise PlanError(
-            f"precision {name!r} ({type(plugin).__name__}) is not for the zerofx strategy. Use "
-            "'32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'"
+            f"precision {name!r} ({type(plugin).__name__}) is not supported by the zerofx "
+            "strategy. Use '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or "
+            "'16-true'."
         )
     if chosen.compute not in ("fp32", wanted) and name != "32-true":
         raise PlanError(
             f"precision={name!r} contradicts Plan(precision=...), which computes in "
-            f"{chosen.compute}. Give one of them"
+            f"{chosen.compute}. Give one of them."
         )
     if name == "bf16-mixed":
         return replace(plan, precision=replace(chosen, compute="bf16"))
@@ -106,15 +107,15 @@ def with_precision(plan: zerofx.Plan, plugin: Any) -> zerofx.Plan:
         if chosen.loss_scale not in (None, "external"):
             raise PlanError(
                 "precision='16-mixed' scales the loss, and Plan.precision.loss_scale = "
-                f"{chosen.loss_scale!r} would do so again. Give loss_scale='external', or leave "
-                "out precision='16-mixed'"
+                f"{chosen.loss_scale!r} would scale it again. Give loss_scale='external', or leave "
+                "out precision='16-mixed'."
             )
         return replace(plan, precision=replace(chosen, compute="fp16", loss_scale="external"))
     return plan
 
 
 class _Former:
-    """The parameters that modules had before they were compiled, while somebody holds them."""
+    """The parameters that modules had before they were compiled, while something refers to them."""
 
     def __init__(self) -> None:
         self._params: list[tuple[weakref.ref[nn.Parameter], str]] = []
@@ -134,7 +135,7 @@ class _Former:
         return compiled
 
     def check(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise if an optimizer has one of them: its steps would train nothing.
+        """Raise if an optimizer has one of them, because its steps would have no effect.
 
         Raises:
             OptimizerError: names the optimizer and the parameter.
@@ -147,12 +148,12 @@ class _Former:
                         raise OptimizerError(
                             f"{type(optimizer).__name__} still refers to the parameter {name} of "
                             "the module before it was compiled, so step() would have no effect. "
-                            "Build it in configure_optimizers, or after fabric.setup_module"
+                            "Build it in configure_optimizers, or after fabric.setup_module."
                         )
 
 
 def _empty_init(device: torch.device, empty_init: bool | None) -> AbstractContextManager[Any]:
-    """Return where a module is built: on meta if its values are to come from elsewhere."""
+    """Return the context for building a module: on meta if its values come from elsewhere."""
     return torch.device("meta") if empty_init else device
 
 
@@ -160,16 +161,16 @@ def _empty_init(device: torch.device, empty_init: bool | None) -> AbstractContex
 
 
 class ZeroFXStrategy(DDPStrategy):
-    """Trains a LightningModule by zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
+    """Trains a LightningModule with zerofx: `Trainer(strategy=ZeroFXStrategy(plan=...))`.
 
     The module is compiled after `configure_model`, before `configure_optimizers`. A checkpoint is a
-    folder, a snapshot of `zerofx.save`, which goes on at any world size and stage. Files of other
-    strategies can be loaded too.
+    folder, a snapshot of `zerofx.save`, which can be resumed at any world size and stage. Files of
+    other strategies can be loaded too.
 
-    plan: what `zerofx.compile` takes. Default: stage 3.
-    hardware: as `zerofx.compile` takes it.
-    state_dict_type: "full" has rank 0 write one file, as DDP does, with all values in its memory.
-    others: as of Lightning's DDPStrategy.
+    plan: as for `zerofx.compile`. Default: stage 3.
+    hardware: as for `zerofx.compile`.
+    state_dict_type: "full" makes rank 0 write one file, as DDP does, with all values in its memory.
+    others: as for Lightning's DDPStrategy.
     """
 
     strategy_name = "zerofx"
@@ -195,17 +196,18 @@ class ZeroFXStrategy(DDPStrategy):
         )  # fmt: skip
         if state_dict_type not in ("sharded", "full"):
             raise ArgumentError(
-                f"state_dict_type = {state_dict_type!r}. Give 'sharded' (a folder) or 'full' (a "
-                "file)"
+                f"state_dict_type = {state_dict_type!r} is unknown. Give 'sharded' (a folder) or "
+                "'full' (a file)."
             )
         self._plan, self._hardware = as_plan(plan), hardware
         self._state_dict_type = state_dict_type
         self._former = _Former()
-        self._is_loaded = False  # by load_checkpoint: the snapshot had all that Lightning restores
+        # By load_checkpoint: the snapshot had everything that Lightning restores.
+        self._is_loaded = False
 
-    # -- setting up -----------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------
     def setup(self, trainer: Trainer) -> None:
-        """Compile the module, and make its optimizers over the shards."""
+        """Compile the module, and create its optimizers over the shards."""
         self._check(trainer)
         self.accelerator.setup(trainer)
         module = self.precision_plugin.convert_module(self.lightning_module)
@@ -214,7 +216,7 @@ class ZeroFXStrategy(DDPStrategy):
             module = self._former.compile(
                 module, plan, device=self.root_device, hardware=self._hardware
             )
-            module.to(self.root_device)  # nothing moves: `module.device` is to say so
+            module.to(self.root_device)  # nothing is moved: this sets `module.device`
         self.model = module
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -222,7 +224,7 @@ class ZeroFXStrategy(DDPStrategy):
         self.setup_precision_plugin()
 
     def _check(self, trainer: Trainer) -> None:
-        """Raise if a switch of the Trainer cannot be honoured.
+        """Raise if a switch of the Trainer is not supported.
 
         Raises:
             ArgumentError: names it.
@@ -231,17 +233,18 @@ class ZeroFXStrategy(DDPStrategy):
         if not is_file and not isinstance(self.checkpoint_io, TorchCheckpointIO):
             raise ArgumentError(
                 f"{type(self.checkpoint_io).__name__} writes checkpoints that are files. Leave it "
-                "out, or give ZeroFXStrategy(state_dict_type='full')"
+                "out, or give ZeroFXStrategy(state_dict_type='full')."
             )
         if self._layer_sync is not None:
             raise ArgumentError(
-                "Trainer(sync_batchnorm=True): zerofx captures no SyncBatchNorm. Leave it out; "
-                "the statistics of batch norms are then those of rank 0, as under DDP"
+                "Trainer(sync_batchnorm=True) is not supported: zerofx captures no SyncBatchNorm. "
+                "Leave it out. The statistics of batch norms are then those of rank 0, as under "
+                "DDP."
             )
         if getattr(module, "_compiler_ctx", None) is not None:
             raise ArgumentError(
-                f"{type(module).__name__} was given to torch.compile. Give the Trainer the module "
-                "itself: zerofx compiles it"
+                f"{type(module).__name__} was given to torch.compile, but zerofx compiles it. Give "
+                "the Trainer the module itself."
             )
 
     @property
@@ -254,13 +257,13 @@ class ZeroFXStrategy(DDPStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Build on meta if `empty_init`: no rank then ever has the whole module."""
+        """Build on meta if `empty_init`, so that no rank ever has the whole module."""
         device = _empty_init(self.root_device, empty_init)
         with device, self.precision_plugin.tensor_init_context():
             yield
 
     def teardown(self) -> None:
-        """Leave the module where it is: shards do not move."""
+        """Leave the module on its device, because shards do not move."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
@@ -268,13 +271,13 @@ class ZeroFXStrategy(DDPStrategy):
 
     # -- checkpoints ----------------------------------------------------------------------------
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return nothing: `save_checkpoint` saves shards; all values on rank 0 if "full"."""
+        """Return nothing, as `save_checkpoint` saves shards; if "full", all values on rank 0."""
         if self._state_dict_type == "full":
             return zerofx.full_state_dict(self.model)
         return {}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing, as `lightning_module_state_dict`."""
+        """Return nothing, like `lightning_module_state_dict`."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._state_dict_type == "full":
             return zerofx.full_optimizer_state_dict(self.model, optimizer)
@@ -284,7 +287,7 @@ class ZeroFXStrategy(DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:  # fmt: skip
-        """Save a snapshot, or with "full" a file; on all ranks."""
+        """Save a snapshot, or a file if "full"; call on all ranks."""
         if self._state_dict_type == "full":
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -295,7 +298,7 @@ class ZeroFXStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a snapshot, into module and optimizers; or read a file of another strategy's."""
+        """Load a snapshot into module and optimizers, or read a file of another strategy."""
         self._is_loaded = os.path.isdir(checkpoint_path)
         if not self._is_loaded:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -303,18 +306,18 @@ class ZeroFXStrategy(DDPStrategy):
         found = zerofx.load(checkpoint_path, self.model, self.optimizers if is_fitting else None)
         if _CHECKPOINT not in found:
             raise SnapshotError(
-                f"{checkpoint_path} was not saved by Lightning's Trainer, so that nothing is known "
-                "of its loops. Load it with zerofx.load in on_fit_start, without ckpt_path"
+                f"{checkpoint_path} was not saved by Lightning's Trainer, so the state of its "
+                "loops is unknown. Load it with zerofx.load in on_fit_start, without ckpt_path."
             )
         return found[_CHECKPOINT]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Cut a file's values to the shards; those of a snapshot are there already."""
+        """Cut a file's values to the shards; values of a snapshot are already loaded."""
         if not self._is_loaded:
             super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Cut a file's states to the shards; those of a snapshot are there already."""
+        """Cut a file's states to the shards; states of a snapshot are already loaded."""
         if not self._is_loaded:
             states = checkpoint["optimizer_states"]
             for optimizer, state in zip(self.optimizers, states, strict=True):
@@ -325,14 +328,14 @@ class ZeroFXStrategy(DDPStrategy):
         strategy_registry.register("zerofx", cls, description="ZeRO by zerofx, stage 3")
 
 
-_CHECKPOINT = "lightning"  # where in a snapshot's `extra` the Trainer's own values are
+_CHECKPOINT = "lightning"  # the key in a snapshot's `extra` of the Trainer's own values
 
 
 def _refuse(name: str, value: object) -> None:
     if value is not None:
         raise ArgumentError(
-            f"{name} is for checkpoints that are files. Leave it out: the zerofx strategy saves a "
-            "folder"
+            f"{name} is only for checkpoints that are files, and the zerofx strategy saves a "
+            "folder. Leave it out."
         )
 
 
@@ -340,15 +343,15 @@ def _refuse(name: str, value: object) -> None:
 
 
 class ZeroFXFabricStrategy(FabricDDPStrategy):
-    """Trains modules by zerofx in a loop of one's own: `Fabric(strategy=ZeroFXFabricStrategy())`.
+    """Trains modules with zerofx in a custom loop: `Fabric(strategy=ZeroFXFabricStrategy())`.
 
-    `fabric.setup(module, optimizer)` compiles the module, and has the optimizer step its shards.
+    `fabric.setup(module, optimizer)` compiles the module, and makes the optimizer step its shards.
     `fabric.save` writes a folder, a snapshot of `zerofx.save`, of one module, its optimizers and
-    other values; `fabric.load` reads it at any world size and stage, and files of other strategies.
-    `fabric.to_device` moves no module: `setup` puts its shards where they belong.
+    other values. `fabric.load` reads it at any world size and stage, and also reads files of other
+    strategies. `fabric.to_device` moves no module, because `setup` places its shards.
 
-    plan, hardware: as `zerofx.compile` takes them. Default: stage 3.
-    others: as of Lightning's DDPStrategy.
+    plan, hardware: as for `zerofx.compile`. Default: stage 3.
+    others: as for Lightning's DDPStrategy.
     """
 
     def __init__(
@@ -372,15 +375,15 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         self._backward_sync_control = _NoSync()
         self._former = _Former()
 
-    # -- setting up -----------------------------------------------------------------------------
+    # -- setup --------------------------------------------------------------------------------
     def setup_module(self, module: nn.Module) -> CompiledModule:
-        """Compile a module; its optimizers are built over what this returns."""
+        """Compile a module; build its optimizers over the result."""
         return self.setup_module_and_optimizers(module, [])[0]
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[CompiledModule, list[Optimizer], Any]:
-        """Compile a module, and have its optimizers step the shards."""
+        """Compile a module, and make its optimizers step the shards."""
         plan = with_precision(self._plan, self.precision)
         compiled = self._former.compile(
             module, plan, list(optimizers) or None, device=self.root_device, hardware=self._hardware
@@ -397,10 +400,10 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move nothing: `setup_module` does."""
+        """Move nothing, because `setup_module` places the shards."""
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Build on meta if `empty_init`: no rank then ever has the whole module."""
+        """Build on meta if `empty_init`, so that no rank ever has the whole module."""
         stack = ExitStack()
         stack.enter_context(_empty_init(self.root_device, empty_init))
         stack.enter_context(self.precision.module_init_context())
@@ -414,10 +417,11 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         storage_options: Any = None,
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save the one compiled module of `state`, its optimizers, and all else there; all ranks.
+        """Save the compiled module of `state`, its optimizers, and all other values; on all ranks.
 
         Raises:
-            ArgumentError: there are several compiled modules, or `filter` or `storage_options`.
+            ArgumentError: there are several compiled modules, or `filter` or `storage_options` is
+                given.
         """
         _refuse("storage_options", storage_options)
         _refuse("filter", filter or None)
@@ -431,10 +435,10 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved, or a file of another strategy's, into `state`.
+        """Load a checkpoint of `save_checkpoint`, or a file of another strategy, into `state`.
 
         Returns:
-            What was saved and is not in `state`.
+            The saved values that are not in `state`.
         """
         if not os.path.isdir(path):
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -458,7 +462,7 @@ class _NoSync(_BackwardSyncControl):
 
 
 class _Parts:
-    """What a state of Fabric's holds: a compiled module, optimizers over its shards, other values.
+    """The contents of a Fabric state: a compiled module, optimizers over its shards, other values.
 
     Raises:
         ArgumentError: it holds several compiled modules, or none.
@@ -471,7 +475,7 @@ class _Parts:
             names = ", ".join(map(repr, modules)) or "none"
             raise ArgumentError(
                 f"the state has {len(modules)} modules that were set up ({names}). Give one, with "
-                "its optimizers; save and load each to a folder of its own"
+                "its optimizers, and save and load each in a folder of its own."
             )
         ((self._key, self.module),) = modules.items()
         held = {id(p) for p in self.module.parameters()}
@@ -490,15 +494,15 @@ class _Parts:
         return {k: v.state_dict() if _is_stateful(v) else v for k, v in self._rest.items()}
 
     def fill(self, found: dict[str, Any], strict: bool) -> dict[str, Any]:
-        """Put values that were saved into the state; return those that are not in it.
+        """Put saved values into the state; return those that are not in it.
 
         Raises:
-            KeyError: a key of the state was not saved, and `strict`.
+            KeyError: a key of the state was not saved, and `strict` is set.
         """
         if strict and (missing := [key for key in self._rest if key not in found]):
             raise KeyError(
                 f"the state's key {missing[0]!r} is not in the checkpoint. Leave it out, or give "
-                "strict=False"
+                "strict=False."
             )
         for key, value in self._rest.items():
             if key not in found:
@@ -514,17 +518,18 @@ def _is_stateful(value: object) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-# -- Live numbers ----------------------------------------------------------------------------------
+# -- Live metrics ----------------------------------------------------------------------------------
 
 
 class LightningMeter(Callback):
-    """Gives the numbers of `zerofx.meter` to the Trainer's loggers, as `Trainer(callbacks=[...])`.
+    """Sends the metrics of `zerofx.meter` to the Trainer's loggers: `Trainer(callbacks=[...])`.
 
-    They are means since the last time, every `log_every_n_steps` steps, for TensorBoard, W&B, CSV
-    or any other logger of Lightning's.
+    They are means since the last time, logged every `log_every_n_steps` steps, for TensorBoard,
+    W&B, CSV or any other Lightning logger.
 
-    hardware: what the rate for MFU comes from; without it there is no MFU.
-    samples, tokens: of a batch. By default Lightning's count, and the size of `input_ids`.
+    hardware: gives the peak rate for MFU; without it there is no MFU.
+    samples, tokens: functions that count those of a batch. By default Lightning's count, and the
+        size of `input_ids`.
     """
 
     def __init__(
@@ -539,7 +544,7 @@ class LightningMeter(Callback):
         self._logged = self._samples = self._tokens = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Begin to count."""
+        """Start counting."""
         compiled = (each for each in pl_module.modules() if isinstance(each, CompiledModule))
         self._meter = Meter(next(compiled, pl_module), self._hardware)
         self._logged, self._samples, self._tokens = trainer.global_step, 0, 0
@@ -560,14 +565,14 @@ class LightningMeter(Callback):
                 logger.log_metrics(self._meter.loggable(numbers), step=trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Count no more."""
+        """Stop counting."""
         if self._meter is not None:
             self._meter.close()
             self._meter = None
 
 
 def _input_ids(batch: Any) -> int:
-    """Return the number of tokens of a batch as transformers' collators make it; else 0."""
+    """Return the number of tokens of a batch made by transformers' collators, else 0."""
     return batch["input_ids"].numel() if isinstance(batch, Mapping) and "input_ids" in batch else 0
 
 

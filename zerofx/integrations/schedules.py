@@ -1,7 +1,7 @@
 """DeepSpeed's learning rate schedules: they step once per update, and start one step early.
 
-The iteration is -1 until the first step, and has the first rate, as iteration 0 has: so the first
-two updates have it. A torch scheduler's second update has its second rate.
+The iteration is -1 until the first step, with the same rate as iteration 0. So the first two
+updates have the first rate. A torch scheduler's second update has its second rate.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class RateSchedule(ABC):
         """Return the rate of each parameter group at this iteration."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the rates that were set last."""
+        """Return the rates that were last set."""
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration, or to the one that is given."""
+        """Advance to the next iteration, or to the given one."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = (
             following if last_batch_iteration is None else last_batch_iteration
@@ -51,11 +51,11 @@ class RateSchedule(ABC):
                 group["lr"] = rate
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the iteration; rates follow from it."""
+        """Return the iteration; the rates follow from it."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved iteration."""
+        """Continue from a saved iteration."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _each(self, value: Any, name: str) -> list[Any]:
@@ -66,12 +66,12 @@ class RateSchedule(ABC):
         if len(value) != len(groups):
             raise PlanError(
                 f"scheduler.params.{name} has {len(value)} values for {len(groups)} parameter "
-                "groups. Give one number, or one per group"
+                "groups. Give one number, or one per group."
             )
         return list(value)
 
     def _warmed(self, steps: int, kind: str) -> float | None:
-        """Return the part of the rate that warm-up has reached, None after it."""
+        """Return the fraction of the rate that warm-up has reached, or None after it."""
         if self.last_batch_iteration >= steps:
             return None
         if kind == "log":
@@ -80,7 +80,7 @@ class RateSchedule(ABC):
 
 
 class _Warmup(RateSchedule):
-    """From warmup_min_lr to warmup_max_lr in warmup_num_steps, then as `_after` says."""
+    """Rates from warmup_min_lr to warmup_max_lr in warmup_num_steps, then as given by `_after`."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class _Warmup(RateSchedule):
 
     @abstractmethod
     def _after(self) -> float:
-        """Return the part of the rate after warm-up."""
+        """Return the fraction of the rate after warm-up."""
 
     def get_lr(self) -> list[float]:
         """Return the rate of each parameter group."""
@@ -115,7 +115,7 @@ class _Warmup(RateSchedule):
 
 
 class WarmupLR(_Warmup):
-    """From warmup_min_lr to warmup_max_lr (default: the optimizer's), and then constant."""
+    """Rates from warmup_min_lr to warmup_max_lr (default: the optimizer's), then constant."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, warmup_min_lr: Any = 0.0, warmup_max_lr: Any = None,
@@ -131,7 +131,7 @@ class WarmupLR(_Warmup):
 
 
 class WarmupDecayLR(_Warmup):
-    """From warmup_min_lr to warmup_max_lr, and then down linearly until total_num_steps."""
+    """Rates from warmup_min_lr to warmup_max_lr, then linearly down until total_num_steps."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, total_num_steps: int, warmup_min_lr: Any = 0.0,
@@ -179,7 +179,7 @@ class WarmupCosineLR(RateSchedule):
 
 
 class OneCycle(RateSchedule):
-    """Up from cycle_min_lr to cycle_max_lr and back, momentum the other way, and then a decay.
+    """Rates from cycle_min_lr up to cycle_max_lr and back, momentum the other way, then a decay.
 
     Source: "A disciplined approach to neural network hyper-parameters" (arXiv 1803.09820).
     """
@@ -222,7 +222,7 @@ class OneCycle(RateSchedule):
         return [rate] * len(self.optimizer.param_groups)
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next iteration; set rates, and the first beta where there is one."""
+        """Advance to the next iteration; set rates, and the first beta if there is one."""
         super().step(last_batch_iteration)
         if not self.cycle_momentum:
             return
@@ -238,14 +238,14 @@ class OneCycle(RateSchedule):
             group["betas"] = (momentum, 0.99)
 
     def _decayed(self) -> float | None:
-        """Return the intervals of decay since the cycle, None within it."""
+        """Return the decay intervals since the cycle, or None within it."""
         if self.last_batch_iteration < self.first + self.second:
             return None
         after = self.last_batch_iteration - (self.first + self.second) + 1
         return after / self.decay_step_size if self.decay_step_size else 0.0
 
     def _height(self) -> float:
-        """Return how far up the cycle is, from 0 to 1, in stairs if there are any."""
+        """Return the height of the cycle, from 0 to 1, in stairs if there are any."""
         total = self.first + self.second
         at = self.last_batch_iteration + 1
         x = 1.0 + at / total - math.floor(1 + at / total)
@@ -260,7 +260,7 @@ class OneCycle(RateSchedule):
 
 
 class LRRangeTest(RateSchedule):
-    """Rates that rise without end, to find the largest that a model can be trained with."""
+    """Rates that rise without end, to find the largest one with which a model can be trained."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, lr_range_test_min_lr: Any = 1e-3,

@@ -1,15 +1,15 @@
-"""transformers' Trainer over zerofx: `from zerofx.integrations.transformers import Trainer`.
+"""transformers' Trainer on zerofx: `from zerofx.integrations.transformers import Trainer`.
 
     trainer = Trainer(model, args, train_dataset=data, plan=zerofx.Plan(stage=3))
     trainer.train(resume_from_checkpoint=True)
 
-It is transformers' own Trainer, whose model is compiled when training or evaluation begins, and
-whose checkpoints have the snapshot of `zerofx.save` where others have optimizer.pt. For other
-trainers there is the mixin: `class MyTrainer(TrainerMixin, SFTTrainer)`.
+It is transformers' own Trainer. Its model is compiled when training or evaluation begins, and its
+checkpoints contain a snapshot of `zerofx.save` instead of optimizer.pt. For other trainers there is
+a mixin: `class MyTrainer(TrainerMixin, SFTTrainer)`.
 
-The unmodified Trainer takes a compiled model too. Optimizer states, which it would save on one rank
-alone, are all that it cannot do: on several ranks it asks for save_only_model=True.
-docs/from-transformers.md lists the arguments and what becomes of them.
+The unmodified Trainer accepts a compiled model too. It only cannot save optimizer states, which it
+would do on one rank only: on several ranks it requires save_only_model=True.
+docs/from-transformers.md lists the arguments and how zerofx treats them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _SNAPSHOT = "zerofx"  # the folder in a checkpoint
 
 @dataclass
 class ArgumentsMixin:
-    """TrainingArguments with a plan, whose `deepspeed` and `fsdp` become plans too.
+    """TrainingArguments with a plan; `deepspeed` and `fsdp` also become plans.
 
-    plan: a file, or fields, of a zerofx.Plan.
+    plan: a file with a zerofx.Plan, or its fields.
     """
 
     plan: dict[str, Any] | str | None = field(
@@ -55,9 +55,9 @@ class ArgumentsMixin:
         for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"):
             if os.environ.get(name, "false").lower() in ("true", "1"):
                 raise PlanError(
-                    f"{name} is set: this is `accelerate launch` with a deepspeed or FSDP section. "
-                    "Launch with torchrun, and give plan_from_config('config.yaml') of "
-                    "zerofx.integrations.accelerate as the plan"
+                    f"{name} is set, so this is `accelerate launch` with a deepspeed or FSDP "
+                    "section. Launch with torchrun, and give plan_from_config('config.yaml') of "
+                    "zerofx.integrations.accelerate as the plan."
                 )
         self.ds_config: Any = getattr(self, "deepspeed", None)
         self.fsdp_plan = _plan_of_fsdp(self)
@@ -65,12 +65,14 @@ class ArgumentsMixin:
         self.fsdp: Any = None
         given = [self.plan, self.ds_config, self.fsdp_plan]
         if sum(each is not None for each in given) > 1:
-            raise PlanError("TrainingArguments: give one of plan, deepspeed and fsdp")
+            raise PlanError(
+                "TrainingArguments has more than one of plan, deepspeed and fsdp. Give one of them."
+            )
         super().__post_init__()  # type: ignore[misc]
 
 
 def _plan_of_fsdp(args: Any) -> Plan | None:
-    """Return the plan of `fsdp` and `fsdp_config`, None without."""
+    """Return the plan of `fsdp` and `fsdp_config`, or None without them."""
     switch, section = getattr(args, "fsdp", None), getattr(args, "fsdp_config", None)
     if not switch or str(switch).lower() == "false":
         return None
@@ -100,13 +102,13 @@ class Seq2SeqTrainingArguments(ArgumentsMixin, transformers.Seq2SeqTrainingArgum
 
 
 class TrainerMixin:
-    """What a Trainer does by zerofx: compile its model, and save and load on all ranks.
+    """Makes a Trainer compile its model with zerofx, and save and load on all ranks.
 
-    plan, hardware: as zerofx.compile takes them. The plan may be in the arguments instead. The
-        Trainer's switches are set in it (`bf16`, `activation_checkpointing`, ...).
+    plan, hardware: as for zerofx.compile. The plan may be in the arguments instead. The Trainer's
+        switches are set in it (`bf16`, `activation_checkpointing`, ...).
 
     Raises:
-        PlanError: an argument cannot be honoured, or contradicts the plan; names it.
+        PlanError: an argument is not supported, or contradicts the plan; names it.
     """
 
     def __init__(
@@ -128,12 +130,12 @@ class TrainerMixin:
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether transformers has sharded the model, and cannot save its optimizer: never."""
+        """Whether transformers sharded the model and cannot save its optimizer: always false."""
         return False
 
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, value: bool) -> None:
-        """Take no notice of what a compiled model says to a Trainer that does not know zerofx."""
+        """Ignore the value that a compiled model sets for a Trainer that does not know zerofx."""
 
     def _plan_of_arguments(self: Any, plan: PlanLike) -> Plan:
         args = self.args
@@ -145,7 +147,7 @@ class TrainerMixin:
         }
         there = {name: value for name, value in plans.items() if value is not None}
         if len(there) > 1:
-            raise PlanError(f"{' and '.join(there)} are given. Give one plan")
+            raise PlanError(f"{' and '.join(there)} are given. Give one plan.")
         (found,) = there.values() if there else (None,)
         if found is None and isinstance(self.model, CompiledModule):
             found = self.model._zerofx.plan
@@ -158,13 +160,13 @@ class TrainerMixin:
                 if getattr(args, name) != neutral:
                     raise PlanError(
                         f"TrainingArguments.{name} = {getattr(args, name)} contradicts "
-                        f"Plan(update='in-backward'). Set it to {neutral}, or use update='step'"
+                        f"Plan(update='in-backward'). Set it to {neutral}, or use update='step'."
                     )
         return result
 
     # -- the model and its optimizer ------------------------------------------------------------
     def create_optimizer(self: Any, model: Any = None) -> Any:
-        """Make the optimizer of a ds_config, if it has one; else the Trainer's own."""
+        """Create the optimizer of a ds_config, if it has one; otherwise the Trainer's own."""
         chosen = self.ds_config and self.ds_config.optimizer
         if self.optimizer is None and chosen:
             params = [p for p in (model or self.model).parameters() if p.requires_grad]
@@ -173,7 +175,7 @@ class TrainerMixin:
         return super().create_optimizer(model)  # type: ignore[misc]
 
     def create_scheduler(self: Any, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the scheduler of a ds_config, if it has one; else the Trainer's own."""
+        """Create the scheduler of a ds_config, if it has one; otherwise the Trainer's own."""
         found = _read_ds_config(self.args, self.model, num_training_steps)
         if self.lr_scheduler is None and found is not None and found.scheduler is not None:
             inner = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -183,7 +185,7 @@ class TrainerMixin:
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def _wrap_model(self: Any, model: Any, training: bool = True, dataloader: Any = None) -> Any:
-        """Compile the model where the Trainer would wrap it; its optimizer is made by then."""
+        """Compile the model where the Trainer would wrap it; its optimizer exists by then."""
         if isinstance(model, CompiledModule):
             return model
         return accelerate.compile_for(
@@ -223,7 +225,7 @@ class TrainerMixin:
         self.lr_scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
 
     def _load_best_model(self: Any) -> None:
-        """Load the weights of the best checkpoint, out of its snapshot if it has one."""
+        """Load the weights of the best checkpoint, from its snapshot if it has one."""
         snapshot = Path(self.state.best_model_checkpoint) / _SNAPSHOT
         if snapshot.is_dir():
             zerofx.load(snapshot, self.model)
@@ -237,43 +239,43 @@ def _inner(optimizer: Any) -> Any:
 
 
 class Trainer(TrainerMixin, transformers.Trainer):  # type: ignore[misc]
-    """transformers.Trainer over zerofx: Trainer(model, args, ..., plan=zerofx.Plan(stage=3))."""
+    """transformers.Trainer on zerofx: Trainer(model, args, ..., plan=zerofx.Plan(stage=3))."""
 
 
 class Seq2SeqTrainer(TrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
-    """transformers.Seq2SeqTrainer over zerofx; see `TrainerMixin`."""
+    """transformers.Seq2SeqTrainer on zerofx; see `TrainerMixin`."""
 
 
 # -- The Trainer's switches ------------------------------------------------------------------------
 
 
 def check_arguments(args: Any) -> None:
-    """Raise a PlanError for the first of the Trainer's arguments that cannot be honoured."""
+    """Raise a PlanError for the first of the Trainer's arguments that is not supported."""
     for name, is_refused, why in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):
             raise PlanError(f"TrainingArguments.{name} = {value!r} is not supported. {why}")
 
 
-_MOVE = "Take TrainingArguments from zerofx.integrations.transformers, which make a plan of it"
+_MOVE = "Take TrainingArguments from zerofx.integrations.transformers, which convert it to a plan."
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("deepspeed", bool, _MOVE),
     ("fsdp", bool, _MOVE),
-    ("bf16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision"),
-    ("fp16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision"),
+    ("bf16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision."),
+    ("fp16_full_eval", bool, "Leave it out: evaluation computes in the plan's precision."),
     (
         "auto_find_batch_size",
         bool,
-        "One rank that is out of memory leaves the others waiting. Give "
-        "per_device_train_batch_size; `zerofx memory` says what fits",
+        "A rank that runs out of memory leaves the others waiting. Give "
+        "per_device_train_batch_size. `zerofx memory` reports what fits.",
     ),
-    ("parallelism_config", bool, "All ranks are data-parallel; see Plan(shard_axis_size=...)"),
+    ("parallelism_config", bool, "All ranks are data-parallel; see Plan(shard_axis_size=...)."),
     ("debug", lambda v: "underflow_overflow" in map(str, _plain(v)), "Use Plan(debug=True)"),
-    ("n_gpu", lambda v: (v or 0) > 1, "Launch one process per GPU with torchrun"),
+    ("n_gpu", lambda v: (v or 0) > 1, "Launch one process per GPU with torchrun."),
     (
         "optim",
         lambda v: any(part in str(_plain(v)) for part in ("lomo", "layerwise")),
-        "It updates parameters in hooks; Plan(update='in-backward') does that for zerofx.optim",
+        "It updates parameters in hooks. Plan(update='in-backward') does that for zerofx.optim.",
     ),
 )
 
@@ -285,19 +287,19 @@ _CHECKPOINTING = {
 
 
 def _plain(value: Any) -> Any:
-    """Return the value of an enumeration, or of those in a list."""
+    """Return the value of an enumeration, or the values of a list of them."""
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
     return getattr(value, "value", value if value is not None else "")
 
 
 def _with_recomputation(plan: Plan, options: Mapping[str, Any]) -> Plan:
-    """Return a plan that recomputes activations as `activation_checkpointing` asks."""
+    """Return a plan that recomputes activations according to `activation_checkpointing`."""
     for name, value in options.items():
         if name == "every_n_layers" and value not in (None, 1):
             raise PlanError(
                 f"activation_checkpointing_kwargs.every_n_layers = {value} is not supported. Use "
-                f"Plan(activations=<the fraction that is kept>), without activation_checkpointing"
+                "Plan(activations=<the fraction that is kept>), without activation_checkpointing."
             )
     if options.get("offload"):
         plan = replace(plan, offload=replace(plan.offload, activations="cpu"))
@@ -305,7 +307,7 @@ def _with_recomputation(plan: Plan, options: Mapping[str, Any]) -> Plan:
 
 
 def _read_ds_config(args: Any, model: Any, num_training_steps: int) -> DsConfig | None:
-    """Read the ds_config of `TrainingArguments(deepspeed=...)`, "auto" filled in."""
+    """Read the ds_config of `TrainingArguments(deepspeed=...)`, with "auto" filled in."""
     source = getattr(args, "ds_config", None)
     if source is None:
         return None
@@ -318,7 +320,7 @@ def _read_ds_config(args: Any, model: Any, num_training_steps: int) -> DsConfig 
     return found
 
 
-# -- Models in and out -----------------------------------------------------------------------------
+# -- Loading and saving models---------------------------------------------------------------------
 
 
 def from_pretrained(
@@ -332,22 +334,22 @@ def from_pretrained(
 ) -> Any:
     """Load a pretrained model straight into shards; a collective call.
 
-    The model is built on meta, and each rank reads of the files what it owns: no host ever holds
-    the model. Weights are kept in fp32, as master weights; Plan(precision=...) says what is
-    computed in.
+    The model is built on meta, and each rank reads only its own shards from the files, so that no
+    host ever holds the whole model. Weights are kept in fp32, as master weights;
+    Plan(precision=...) sets the compute dtype.
 
     kind: an Auto class (`AutoModelForCausalLM`) or a model's class.
-    folder: a directory with config.json and safetensors, such as huggingface_hub.snapshot_download
-        returns, in the names of the model itself.
-    options: what is set in the config.
+    folder: a directory with config.json and safetensors, as returned by
+        huggingface_hub.snapshot_download, with the model's own parameter names.
+    options: values to set in the config.
 
     Raises:
-        SnapshotError: the files have not all of the model, or others than it; names the tensors.
+        SnapshotError: the files lack tensors of the model, or contain others; names the tensors.
     """
     if not Path(folder).is_dir():
         raise ArgumentError(
-            f"{folder} is no directory. Give one with config.json and safetensors; "
-            "huggingface_hub.snapshot_download(name) returns it"
+            f"{folder} is not a directory. Give one with config.json and safetensors, such as the "
+            "result of huggingface_hub.snapshot_download(name)."
         )
     config = transformers.AutoConfig.from_pretrained(folder, **options)
     with torch.device("meta"):
@@ -361,13 +363,13 @@ def from_pretrained(
 def save_pretrained(model: Any, folder: str | os.PathLike[str]) -> None:
     """Write weights, config and generation config for `from_pretrained`; a collective call.
 
-    Weights are gathered one bucket at a time, in the names of the model itself: no host ever holds
-    the model. `model.save_pretrained(folder, is_main_process=rank == 0)` works too, and has the
-    whole model on every host.
+    Weights are gathered one bucket at a time, with the model's own parameter names, so that no host
+    ever holds the whole model. `model.save_pretrained(folder, is_main_process=rank == 0)` works
+    too, but needs memory for the whole model on every host.
     """
     if not isinstance(model, CompiledModule):
         raise ArgumentError(
-            f"model is a plain {type(model).__name__}. Call model.save_pretrained(folder)"
+            f"model is a plain {type(model).__name__}. Call model.save_pretrained(folder)."
         )
     zerofx.export(Path(folder), model)
     if model._zerofx.world.rank == 0:

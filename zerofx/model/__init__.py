@@ -1,1 +1,1 @@
-"""The user's model once it is compiled, and the programs that its calls run."""
+"""Compiled models: the user's model after compilation, and the programs that its calls run."""

@@ -1,4 +1,4 @@
-"""What a program's regions allocate as Inductor compiles them, read from its generated source."""
+"""Allocations of a program's compiled regions, read from Inductor's generated source."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from zerofx.runtime.regions.load import import_file
 
 
 def compiled_regions(program: Planned) -> dict[fx.Node, CompiledRegion]:
-    """Return the regions whose allocations the compiled code says, by their first nodes.
+    """Return the regions whose allocations are known from compiled code, by their first nodes.
 
-    Regions that the cache lacks are compiled first, so that the answer does not depend on it. Empty
-    if the plan runs regions op by op. Regions that Inductor does not compile are left out: these
-    run op by op as well.
+    Regions that the cache lacks are compiled first, so that the result does not depend on the
+    cache. It is empty if the plan runs regions op by op. Regions that Inductor cannot compile are
+    left out, because they run op by op as well.
 
     Raises:
         ProgramError: there is no compiler.
@@ -52,7 +52,7 @@ def compiled_regions(program: Planned) -> dict[fx.Node, CompiledRegion]:
 def _traces(
     calls: Mapping[str, RegionCall], sizes: Mapping[str, int]
 ) -> dict[str, RegionTrace | None]:
-    """Return what each structure of region allocates at these sizes; None if that is not known."""
+    """Return the allocations of each region structure at these sizes; None if they are unknown."""
     paths = {key: artifact_path(call.code.source, _device(call)) for key, call in calls.items()}
     sources = {key: generated_source(path) for key, path in paths.items()}
     missing = [key for key, (_, is_known) in sources.items() if not is_known]
@@ -76,8 +76,8 @@ def _compile(calls: list[RegionCall]) -> None:
     """Compile regions into the cache, as the program's first call would."""
     if problem := inductor_problem():
         raise ProgramError(
-            f"{len(calls)} regions are to be compiled to see what they allocate: {problem}. "
-            "Take basis='aten', which counts them op by op"
+            f"{len(calls)} regions must be compiled to read their allocations: {problem}. Use "
+            "basis='aten', which counts them op by op."
         )
     with tempfile.TemporaryDirectory() as folder:
         for call in calls:

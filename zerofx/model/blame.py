@@ -1,10 +1,11 @@
-"""An error raised inside a region: the user's line, and what eager PyTorch raises there.
+"""Blame: maps an error raised inside a region to the user's line and to eager PyTorch's error.
 
-Nothing here runs in a call that succeeds. After a failure the traceback still has the line of
-schedule.py that called the region, and on ATen the statement within it; both stand for nodes, which
-know module and line. A compiled region only says that some index is out of bounds. The node is
-found by running the operators that take indices once more, on ATen. Their indices are computed from
-the inputs of the call and from buffers; zeros without memory stand in for everything else.
+None of this runs in a successful call. After a failure, the traceback still has the line of
+schedule.py that called the region, and on ATen the statement within it. Both can be mapped to
+nodes, which know their module and line. A compiled region only reports that some index is out of
+bounds. The node is then found by running the operators that take indices once more, on ATen. Their
+indices are computed from the inputs of the call and from buffers. Zeros without memory replace all
+other values.
 """
 
 from __future__ import annotations
@@ -29,20 +30,21 @@ from zerofx.ir.graphs import is_compute, is_random, regions
 from zerofx.ir.meta import Phase, Role, info, value
 from zerofx.ir.program import FORWARD, Planned
 
-# A statement of schedule.py that calls a region or a fused kernel (codegen/schedule.py writes it).
+# A statement of schedule.py that calls a region or a fused kernel (written by codegen/schedule.py).
 _CALL = re.compile(r"(?:.* = )?\w+\(args\)|[\w, ]+ = kernels\.\w+\(.*\)")
-_CHECK = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")  # of a kernel that Inductor compiled
-_REFUSED = re.compile("bounds|range")  # what ATen says of such an index
+# From a kernel that Inductor compiled.
+_CHECK = re.compile(r"index out of bounds: 0 <= \w+ < (\d+)")
+_REFUSED = re.compile("bounds|range")  # ATen's message for such an index
 _INDICES = frozenset({"index", "indices", "target"})  # arguments whose values are checked
 _RAISE_INDEX_ERROR = frozenset(
     {"aten::embedding", "aten::index", "aten::nll_loss_forward", "aten::nll_loss2d_forward"}
 )
-_SHOWN = 4  # places at most, if several come into question
+_SHOWN = 4  # maximum number of places shown, if several are possible
 
 
 @dataclass(frozen=True)
 class Blame:
-    """Finds the user's line for what a call of one program raises."""
+    """Finds the user's line for an exception raised by a call of one program."""
 
     program: Planned
     directory: Path
@@ -52,7 +54,7 @@ class Blame:
     ) -> BaseException:
         """Return the error to raise: the same one with the line added, or eager PyTorch's.
 
-        leaves, buffers: what the call was given, as far as it is still known.
+        leaves, buffers: the arguments of the call, as far as they are still known.
         """
         if not isinstance(error, Exception) or isinstance(error, ZerofxError):
             return error
@@ -79,9 +81,9 @@ class Blame:
         raised.__suppress_context__ = True
         return _with_text(raised.with_traceback(None), _places(takers))
 
-    # -- from frames to nodes ---------------------------------------------------------------------
+    # -- mapping frames to nodes ----
     def _find(self, trace: TracebackType | None) -> tuple[str, list[fx.Node], fx.Node | None]:
-        """Return the graph, the nodes of the region that ran, and on ATen the one that failed."""
+        """Return the graph, the nodes of the region that ran, and on ATen the node that failed."""
         schedule, inside = str(self.directory / "schedule.py"), self.directory / "regions"
         called: tuple[str, int] | None = None
         statement: tuple[str, int] | None = None
@@ -97,8 +99,8 @@ class Blame:
         return graph, nodes, self._statement(nodes, *statement) if nodes and statement else None
 
     def _region(self, schedule: str, function: str, line: int) -> tuple[str, list[fx.Node]]:
-        """Return the graph and the nodes for which a line of schedule.py stands."""
-        if self.program.directory is not None:  # it was loaded: nodes know their lines
+        """Return the graph and the nodes that a line of schedule.py runs."""
+        if self.program.directory is not None:  # the program was loaded: nodes know their lines
             place = f"schedule.py:{line}"
             for name, gm in self.program.graphs.items():
                 found = [n for n in gm.graph.nodes if info(n).place == place and is_compute(n)]
@@ -114,7 +116,7 @@ class Blame:
         return function, every[before - 1] if 0 < before <= len(every) else []
 
     def _statement(self, nodes: list[fx.Node], path: str, line: int) -> fx.Node | None:
-        """Return the node for which a line of a region's file stands, which equal layers share."""
+        """Return the node of a line in a region's file, which equal layers share."""
         rows = linecache.getlines(path)
         if self.program.directory is None:
             body = next((i for i, r in enumerate(rows, 1) if r == "    args.clear()\n"), line)
@@ -124,7 +126,7 @@ class Blame:
         alike = (n for n in nodes if info(n).line == said and info(n).module.endswith(module))
         return next(alike, None)
 
-    # -- what eager raises ------------------------------------------------------------------------
+    # -- eager PyTorch's error --------------------------------------------------------------------
     @torch.no_grad()
     def _rerun(
         self,
@@ -133,9 +135,9 @@ class Blame:
         leaves: Sequence[Any],
         buffers: Mapping[str, Tensor],
     ) -> tuple[Exception, list[fx.Node]] | None:
-        """Return what the first operator that refuses its indices raises on ATen, and its node.
+        """Run operators that take indices on ATen; return the first error raised, and its nodes.
 
-        None if no indices that can be computed lead to what the compiled region has raised.
+        Returns None if no computable indices lead to the error of the compiled region.
         """
         is_check = _CHECK.search(str(error)) is not None
         gm = self.program.graphs[FORWARD]
@@ -152,7 +154,7 @@ class Blame:
                 continue
             try:
                 made = _run(node, known)
-            except Exception as again:  # noqa: BLE001  (returned: the caller raises it)
+            except Exception as again:  # # noqa: BLE001  (returned for the caller to raise)
                 is_same = str(again) == str(error) or (is_check and _REFUSED.search(str(again)))
                 if node in inside and is_same:
                     return again, [node]
@@ -167,7 +169,7 @@ def _is_call(row: str) -> bool:
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the index tensors among some nodes, with all that they are computed from."""
+    """Return the index tensors among some nodes, with all nodes that they are computed from."""
     found: set[fx.Node] = set()
     waiting = [node for node in nodes if _is_index(node)]
     while waiting:
@@ -192,7 +194,7 @@ def _takes_index(node: fx.Node) -> bool:
 def _given(
     gm: fx.GraphModule, node: fx.Node, leaves: Sequence[Any], buffers: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """Return the tensor that the call was given for a placeholder, or that the graph holds."""
+    """Return the tensor that the call received for a placeholder, or that the graph holds."""
     if node.op == "get_attr":
         return getattr(gm, str(node.target))  # type: ignore[no-any-return]
     where = info(node)
@@ -203,7 +205,7 @@ def _given(
 
 
 def _run(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
-    """Run a node on ATen; zeros of the right shape stand for what is not known."""
+    """Run a node on ATen; unknown values are replaced by zeros of the right shape."""
 
     def argument(read: fx.Node) -> Any:
         if read in known:
@@ -215,21 +217,21 @@ def _run(node: fx.Node, known: Mapping[fx.Node, Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-# -- words ----------------------------------------------------------------------------------------
+# -- text ------------------------------------------------------------------------------------------
 def _op_name(node: fx.Node) -> str:
     schema = schema_of(node.target)
     return schema.name if schema else getattr(node.target, "__name__", "")
 
 
 def _place(node: fx.Node) -> str:
-    """Return "(model.py:14 in head: aten.embedding)", "" if the line is not known."""
+    """Return "(model.py:14 in head: aten.embedding)", or "" if the line is unknown."""
     where, op = info(node), _op_name(node).replace("::", ".")
     phase = "backward of " if where.phase is Phase.BACKWARD else ""
     return f"({phase}{where.line} in {where.module or 'the model'}: {op})" if where.line else ""
 
 
 def _places(nodes: Sequence[fx.Node]) -> str:
-    """Return the places that come into question, in the order in which they run."""
+    """Return the possible places, in execution order."""
     found = {(info(n).line, info(n).module or "the model"): n for n in nodes if info(n).line}
     if len(found) == 1 and len(nodes) == 1:
         return _place(nodes[0])
@@ -244,7 +246,7 @@ def _places(nodes: Sequence[fx.Node]) -> str:
 
 
 def _with_text(error: Exception, text: str) -> Exception:
-    """Add a text to what an error says; its type stays."""
+    """Append a text to an error's message; its type stays."""
     if not text:
         return error
     if len(error.args) == 1 and isinstance(error.args[0], str):

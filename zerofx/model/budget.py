@@ -1,8 +1,8 @@
-"""A model's programs under one budget: what shows of the loop after they were compiled, and slots
-that they share.
+"""Budget of a model's programs: the training loop as observed after compilation, and shared slots.
 
-A budget is solved at a signature's first call. That the loop accumulates shows later, when a
-forward finds gradients of an earlier one; that another program needs larger slots, later still.
+A budget is solved at a signature's first call. Two facts become known only later: that the loop
+accumulates, when a forward finds gradients of an earlier one, and that another program needs larger
+slots.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from zerofx.plan.sizes import format_bytes
 from zerofx.runtime.engine import Engine
 
 log = logging.getLogger("zerofx")
-ADDING, SUMMING = Loop(2), Loop(3, no_sync=True)  # of more micro-batches none holds more
+ADDING, SUMMING = Loop(2), Loop(3, no_sync=True)  # more micro-batches hold no more memory
 
 
 def can_accumulate(plan: Plan) -> bool:
-    """Tell whether a plan has a budget that a loop of several backwards a step could exceed."""
+    """Return whether a loop with several backwards per step could exceed the plan's budget."""
     return plan.memory_budget is not None and plan.update == "step"
 
 
 def loop_so_far(engine: Engine, known: Loop) -> Loop:
-    """Return what a forward that begins now shows of the loop, at least what is known."""
+    """Return the loop as observed by a forward that begins now, including what is known."""
     gradients = engine.gradients
     if known.no_sync or gradients.no_sync or gradients.holds_sums:
         return SUMMING
@@ -39,13 +39,13 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
 
 
 def fits(program: Planned, loop: Loop) -> bool:
-    """Tell whether a training program stays under its budget in such a loop."""
+    """Return whether a training program stays within its budget in such a loop."""
     budget = program.plan.memory_budget
     return budget is None or _peak_bytes(program, loop) <= budget
 
 
 def _peak_bytes(program: Planned, loop: Loop) -> int:
-    """Return what a rank holds at most, with the regions as they were compiled."""
+    """Return a rank's peak memory in bytes, with the regions as they were compiled."""
     return memory(program, compiled=compiled_regions(program), **asdict(loop)).peak_bytes
 
 
@@ -55,7 +55,7 @@ def slots_of(program: Planned) -> Pool:
 
 
 def joined(pools: Iterable[Pool]) -> Pool:
-    """Return the slots that serve all of these, one program at a time."""
+    """Return slots large enough for each of these pools, one program at a time."""
     sizes: list[int] = []
     stay: frozenset[int] = frozenset()
     for pool in pools:
@@ -65,9 +65,10 @@ def joined(pools: Iterable[Pool]) -> Pool:
 
 
 def excess_bytes(program: Planned) -> int:
-    """Return by how much a training program, its regions compiled, takes more than its budget.
+    """Return by how many bytes a training program, its regions compiled, exceeds its budget.
 
-    The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
+    The budget is solved with regions run op by op. The rest is only known once Inductor has
+    compiled them.
     """
     budget = budget_bytes(program.plan)
     if budget is None or not program.is_training or program.plan.kernels != "inductor":
@@ -76,27 +77,27 @@ def excess_bytes(program: Planned) -> int:
 
 
 def margin_for(program: Planned, excess: int) -> int:
-    """Return how much of the budget to leave, so that a program so much smaller is looked for."""
+    """Return the margin to leave in the budget, so that the solver finds a smaller program."""
     budget = budget_bytes(program.plan)
     assert budget is not None
     return budget - memory(program, **asdict(program.loop)).peak_bytes + excess
 
 
 def warn_of_regions(program: Planned) -> None:
-    """Warn where no choice keeps the compiled regions within the budget."""
+    """Warn if no choice keeps the compiled regions within the budget."""
     if program.plan.kernels == "inductor":
         _warn(
-            program, "compiled by Inductor,", "raise the budget to it, or use kernels='aten', "
-            "which keeps it to the byte",
+            program, "compiled by Inductor,", "Raise the budget to it, or use kernels='aten', "
+            "which keeps it to the byte.",
         )  # fmt: skip
 
 
 def warn_of_slots(programs: Iterable[Planned]) -> None:
-    """Warn where an earlier program takes too much beside the slots of one compiled after it."""
+    """Warn if an earlier program exceeds its budget with the slots of a later one."""
     for program in programs:
         _warn(
-            program, "beside the slots that a later program of the model needs,", "pad inputs to "
-            "fewer shapes, so that one program serves them, or raise the budget to it",
+            program, "with the slots that a later program of the model needs,", "Pad inputs to "
+            "fewer shapes, so that one program serves them, or raise the budget to it.",
         )  # fmt: skip
 
 
@@ -107,6 +108,6 @@ def _warn(program: Planned, why: str, way_out: str) -> None:
     peak = _peak_bytes(program, program.loop)
     if peak > budget:
         log.warning(
-            "memory_budget: %s %s takes %s (%d bytes) a rank of a budget of %s; %s",
+            "memory_budget: %s %s takes %s (%d bytes) per rank of a budget of %s. %s",
             why, program.model_name, format_bytes(peak), peak, format_bytes(budget), way_out,
         )  # fmt: skip

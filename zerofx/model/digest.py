@@ -1,4 +1,4 @@
-"""What ranks compare before they run together, as text that an error can show."""
+"""Digests that ranks compare before they run together, as text that an error can show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zerofx.plan.plan import Plan
 def collective_digest(program: Planned) -> str:
     """Describe what ranks must agree on: the sequence of collectives, the plan, the versions.
 
-    Shapes of activations are left out: ranks with other sequence lengths may run together.
+    Shapes of activations are left out, so ranks with different sequence lengths may run together.
     """
     launches = [
         (name, str(n.target), constants(n) if spec.is_sync or spec.is_value else n.args[1:4])
@@ -39,7 +39,7 @@ def collective_digest(program: Planned) -> str:
 
 
 def describe_layout(layout: Layout, plan: Plan) -> str:
-    """Describe what shards depend on, as the items that an agreement's error can show."""
+    """Describe what shards depend on, as items that an agreement's error can show."""
     digest = layout_digest(layout)
     fields = ";".join(f"plan.{k}={v}" for k, v in sorted(plan.to_dict().items()))
     return (
@@ -49,14 +49,14 @@ def describe_layout(layout: Layout, plan: Plan) -> str:
 
 
 def layout_digest(layout: Layout) -> str:
-    """Return what stands for a layout among the items of `describe_layout`."""
+    """Return the digest that represents a layout among the items of `describe_layout`."""
     return hashlib.sha256(repr(layout).encode()).hexdigest()[:12]
 
 
 def describe_parameters(layout: Layout) -> str:
     """Return the parameters of a layout, "name<tab>dtype[shape]" per line.
 
-    It is what ranks whose layouts differ look at, to name the first parameter that does.
+    Ranks whose layouts differ compare it to name the first parameter that differs.
     """
     return "\n".join(
         f"{escaped(name)}\t{short_dtype(bucket.dtype)}{list(param.whole_shape)}"
@@ -69,11 +69,11 @@ _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.layout, torch.memor
 
 
 def describe_graph(program: Program) -> str:
-    """Return what a program computes, one operator per line, with the user's line after a tab.
+    """Describe a program's computation, one operator per line, with the user's line after a tab.
 
-    Tensors appear as the number of the line that makes them, devices without their number. Names of
-    process groups are left out, which differ between the replicas of a tensor-parallel model, and
-    so are values of tensors that the model holds itself: a rank may hold its own.
+    A tensor appears as the number of the line that creates it, a device without its index. Names of
+    process groups are left out, because they differ between the replicas of a tensor-parallel
+    model. So are values of tensors that the model itself holds, because each rank may hold its own.
     """
     lines: list[str] = []
     for gm in program.graphs.values():
@@ -109,9 +109,9 @@ def describe_graph(program: Program) -> str:
 
 
 def graph_hashes(sizes: str, captured: str) -> bytes:
-    """Return 8 bytes that stand for the sizes of a call's inputs, and 8 for its graph.
+    """Return 8 bytes that identify the sizes of a call's inputs, and 8 that identify its graph.
 
-    The user's lines are left out: a rank's source may have another comment.
+    The user's lines are left out, because a rank's source may have a different comment.
     """
     texts = sizes.encode(), re.sub(r"\t.*", "", captured).encode()
     return b"".join(hashlib.blake2b(text, digest_size=8).digest() for text in texts)

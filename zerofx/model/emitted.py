@@ -1,7 +1,7 @@
 """Emitted programs in the cache: written by compiles, read when bound, pruned by age and size.
 
-What lies there is run. A program's directory is therefore this user's own, and holds the files that
-were just written and no others.
+Their code is executed. A program's directory is therefore private to this user, and contains
+exactly the files that were just written.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ log = logging.getLogger("zerofx")
 
 KEPT_DAYS, KEPT_BYTES = 30, 1 << 30
 _DAY_S = 86_400
-_OURS = re.compile(r"\.?[0-9a-f]{16}(\..+)?")  # with a dot before: written by a process that died
+# With a leading dot: left by a process that died while writing.
+_OURS = re.compile(r"\.?[0-9a-f]{16}(\..+)?")
 _STAMP = ".pruned"
 
 
@@ -37,21 +38,21 @@ def write_to_cache(program: Planned) -> Path:
         found = target.lstat()
         if not (is_private(found) and stat.S_ISDIR(found.st_mode)):
             _remove(target)
-            log.warning("%s was not made by this user alone. It was removed", target)
+            log.warning("%s can be written by other users. It was removed.", target)
     write(files, target)
     for path in target.rglob("*"):
         if not path.is_dir() and str(path.relative_to(target)) not in files:
             path.unlink(missing_ok=True)
-            log.warning("%s is no file of this program. It was removed", path)
+            log.warning("%s does not belong to this program. It was removed.", path)
     prune(folder)
     return target
 
 
 def prune(folder: Path) -> None:
-    """Once a day, remove programs that were not compiled for `KEPT_DAYS`, or exceed `KEPT_BYTES`.
+    """Once a day, remove programs not compiled for `KEPT_DAYS`, or in excess of `KEPT_BYTES`.
 
-    The oldest go first, and none that is younger than a day. A running job that needs one again
-    writes it again.
+    The oldest are removed first, and none that is younger than a day. A running job that needs a
+    removed program again writes it again.
     """
     stamp, now = folder / _STAMP, time.time()
     remove_foreign([stamp])

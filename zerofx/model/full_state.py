@@ -1,4 +1,4 @@
-"""A compiled model's state under the names that the model gives it, whole or in pieces."""
+"""State of a compiled model under the model's own names, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ if TYPE_CHECKING:
     from zerofx.model.module import CompiledModule
 
 
-# -- The state_dict of a model that lives on NVMe: each parameter is gathered when it is read ------
+# -- The state_dict of a model on NVMe: each parameter is gathered when it is read -----------------
 
 
 _NONE = object()
 
 
 class LazyState(OrderedDict[str, Any]):
-    """Full plain tensors under the model's own names, each made when its key is read.
+    """Full plain tensors under the model's own names, each created when its key is read.
 
-    Nothing is kept: every read makes a new tensor, so that a loop over `items()` holds one at a
-    time. On several ranks a read is a collective call, which all ranks make in the same order; one
-    that reads something else, or goes on alone, is named. Pickles (`torch.save`), copies, `dict()`
-    and `load_state_dict` see an ordinary dict, all of whose values are then there at once.
+    Nothing is kept: every read creates a new tensor, so that a loop over `items()` holds one at a
+    time. On several ranks, a read is a collective call, which all ranks must make in the same
+    order. If a rank reads something else, or reads alone, the error names it. Pickles
+    (`torch.save`), copies, `dict()` and `load_state_dict` see an ordinary dict, which holds all of
+    its values at once.
 
-    Values are those of the moment of `state_dict()`: once the parameters have changed, reads raise.
+    The values are those at the time of `state_dict()`. Once the parameters have changed, reads
+    raise.
     """
 
     def __init__(self, state: Mapping[str, Any], names: Mapping[str, str], store: ShardStore):
-        """Take over a state dict. names: its keys that stand for parameters -> which of them."""
+        """Take over a state dict. names: its keys for parameters -> the parameter's name."""
         super().__init__((key, None if key in names else value) for key, value in state.items())
         self._store, self._names = store, dict(names)
-        self._metadata = state_metadata(state)  # load_state_dict asks for it
+        self._metadata = state_metadata(state)  # read by load_state_dict
         self._reader = FullReader(store)
         self._epoch = self._now()
 
@@ -53,9 +55,9 @@ class LazyState(OrderedDict[str, Any]):
             return super().__getitem__(key)
         if self._now() != self._epoch:
             raise ShardError(
-                f"{key}: the parameters have changed since this state_dict() was made, which reads "
-                "them from NVMe only now; make it again, or keep all its values at once by "
-                "dict(model.state_dict())"
+                f"{key}: the parameters have changed since this state_dict() was created, which "
+                "reads them from NVMe only now. Create it again, or copy all its values at once "
+                "with dict(model.state_dict())."
             )
         return self._reader.read(self._names[key])
 
@@ -102,7 +104,7 @@ class LazyState(OrderedDict[str, Any]):
     def copy(self) -> OrderedDict[str, Any]:  # type: ignore[override]
         """Return all values at once, in an ordinary dict."""
         found: OrderedDict[str, Any] = OrderedDict()
-        made: dict[str, Any] = {}  # by parameter: tied keys share theirs
+        made: dict[str, Any] = {}  # by parameter: tied keys share one tensor
         for key in self:
             name = self._names.get(key)
             found[key] = made[name] if name in made else self[key]
@@ -127,16 +129,16 @@ class LazyState(OrderedDict[str, Any]):
         return self.copy().__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
-        return f"LazyState({len(self)} entries, {len(self._names)} read when asked for)"
+        return f"LazyState({len(self)} entries, {len(self._names)} read on access)"
 
 
-# -- A compiled model's state under the names that the model gives it, whole or in pieces ----------
+# -- The state of a compiled model under the model's own names, whole or in pieces -----------------
 
 
 def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
-    """Return the model's own state dict with full tensors on the host; see `LazyState` for NVMe."""
+    """Return the model's state dict with full tensors on the host; see `LazyState` for NVMe."""
     if kwargs.pop("keep_vars", False):
-        raise ShardError("state_dict(keep_vars=True): full tensors are copies; leave it out")
+        raise ShardError("state_dict(keep_vars=True): full tensors are copies. Leave it out.")
     store = model._zerofx.engine.store
     state = plain_state(model, *args, **kwargs)
     is_part = bool(args) or kwargs.get("destination") is not None  # of an outer module's state
@@ -147,13 +149,13 @@ def state_of(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
 
 
 def plain_state(model: CompiledModule, *args: Any, **kwargs: Any) -> Any:
-    """Return the state dict that the user's class makes, with the sharded parameters in it."""
+    """Return the state dict of the user's class, with the sharded parameters in it."""
     kind: Any = model._zerofx.original.kind
     return kind.state_dict(model, *args, keep_vars=True, **kwargs)
 
 
 def filled(store: ShardStore, state: Any, values: Callable[[ShardStore], dict[str, Any]]) -> Any:
-    """Put `values` (by canonical name) in place of the parameters in a state dict."""
+    """Replace the parameters in a state dict by `values` (by canonical name)."""
     found, names = values(store), _names(store, state)
     _on_host(state, names)
     for key, name in names.items():
@@ -162,7 +164,7 @@ def filled(store: ShardStore, state: Any, values: Callable[[ShardStore], dict[st
 
 
 def sharded_state_of(model: CompiledModule, flat: bool = False) -> dict[str, Any]:
-    """Return the state in this rank's shards; buffers where they are, so that a load fills them."""
+    """Return the state as this rank's shards; buffers are not copied, so that a load fills them."""
     store = model._zerofx.engine.store
     store.check_bindings()
     shards: dict[str, Any] = dict(flat_state(store) if flat else sharded_state(store))
@@ -179,13 +181,13 @@ def _detached(value: Any) -> Any:
 
 
 def _names(store: ShardStore, state: Any) -> dict[str, str]:
-    """Return the keys that stand for parameters, each with the parameter's canonical name."""
+    """Return the keys of parameters, each with the parameter's canonical name."""
     known = {id(p): name for name, p in store.params.items()}
     return {key: known[id(value)] for key, value in state.items() if id(value) in known}
 
 
 def _on_host(state: Any, names: dict[str, str]) -> Any:
-    """Put plain tensors on the host in place of all others: copies, as parameters are."""
+    """Replace all other tensors by plain tensors on the host: copies, as for parameters."""
     for key, value in state.items():
         if key not in names and isinstance(value, Tensor):
             state[key] = value.detach().to("cpu", copy=True)
@@ -195,8 +197,9 @@ def _on_host(state: Any, names: dict[str, str]) -> Any:
 def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDict[str, Any]:
     """Return the model's full state on rank 0 (empty elsewhere), or on every rank.
 
-    A collective call: every rank must make it. Rank 0 holds all of it at once, on several ranks
-    also where it lives on NVMe; `iter_state_dict` gives one value at a time.
+    This is a collective call: every rank must make it. Rank 0 holds the whole state at once, even
+    if the model lives on NVMe and there are several ranks. `iter_state_dict` yields one value at a
+    time.
     """
     store = model._zerofx.engine.store
     if not rank0_only or store.world.size == 1:
@@ -213,12 +216,13 @@ def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDi
 def iter_state_dict(model: CompiledModule, rank0_only: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield the items of `state_dict()` one by one, so that the model is never whole on a host.
 
-    A collective call that lasts to the end of the loop: every rank must take all items. Parameters
-    come in the order of their buckets, each gathered once, then what else the state dict has. With
-    `rank0_only` the other ranks take part and are given nothing.
+    This is a collective call that lasts until the end of the loop: every rank must take all items.
+    Parameters come first, in the order of their buckets, each bucket gathered once, followed by all
+    other entries of the state dict. With `rank0_only`, the other ranks take part but get no items.
 
     Raises:
-        DesyncError: a rank did something else before it had taken all; names it and the bucket.
+        DesyncError: a rank did something else before it had taken all items; names it and the
+            bucket.
     """
     store = model._zerofx.engine.store
     is_for_us = not rank0_only or store.world.rank == 0
@@ -232,7 +236,7 @@ def iter_state_dict(model: CompiledModule, rank0_only: bool = False) -> Iterator
         value = reader.read(name)
         for key in keys.get(name, ()) if is_for_us else ():
             yield key, value
-        del value  # before the next is made
+        del value  # before the next one is created
     for key, value in _on_host(state, names).items() if is_for_us else ():
         if key not in names:
             yield key, value

@@ -1,11 +1,11 @@
-"""Islands: forwards that run eagerly, since no static graph of them can be made.
+"""Islands: forwards that run eagerly because they cannot be captured as a static graph.
 
-The forward of an island is the user's own code, and autograd records it. Around it zerofx gathers
-parameters, by programs like any other (`capture.original`): where the island spans several units
-those that its module itself registers, else all in it. Modules that it calls have programs of their
-own, or are islands themselves, so that no more than one unit is whole at a time. What autograd
-would keep of whole parameters for backward is dropped after forward and gathered again when
-backward asks for it; the gradients go the way of every program's.
+The forward of an island is the user's own code, recorded by autograd. zerofx gathers parameters
+around it with ordinary programs (`capture.original`). If the island spans several units, it gathers
+the parameters that its module itself registers; otherwise all parameters in it. Modules that it
+calls have programs of their own or are islands themselves, so that no more than one unit is whole
+at a time. Whole parameters that autograd would keep for backward are dropped after forward and
+gathered again when backward needs them. Their gradients are reduced like those of every program.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ log = logging.getLogger("zerofx")
 
 @dataclass(frozen=True)
 class Island:
-    """A function of the model that runs eagerly, and why.
+    """A function of the model that runs eagerly, and the reason.
 
-    gathered: the entry whose program gives it whole parameters; None where it needs none.
-    share: how much of the model's parameters that is, of 1.
+    gathered: the entry whose program gathers whole parameters for it; None if it needs none.
+    share: the fraction of the model's parameters that are gathered, between 0 and 1.
     """
 
     entry: Entry
@@ -56,12 +56,12 @@ class Island:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all that it calls runs eagerly too, on the parameters gathered around it."""
+        """Whether everything that it calls runs eagerly too, on parameters gathered around it."""
         return self.gathered is not None and self.gathered.method == ALL
 
 
 def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:
-    """Return the island that a function becomes whose capture raised `error`."""
+    """Return the island for a function whose capture raised `error`."""
     model = own.model
     with original(model):
         module = entry.module(model)
@@ -83,32 +83,33 @@ def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:
 class Whole:
     """Whole parameters of one module for code that runs eagerly, and for its backward.
 
-    take: returns them, as a program's outputs; inside backward under no_grad.
+    take: returns them, as a program's outputs; inside backward it runs under no_grad.
     """
 
     def __init__(self, take: Callable[[], Sequence[Tensor]], turns: Turns) -> None:
         self._take, self._turns = take, turns
         self._tensors: list[Tensor] | None = None
-        self._places: dict[int, int] = {}  # where a storage lies -> which tensor's
+        self._places: dict[int, int] = {}  # address of a storage -> index of its tensor
 
     def begin(self) -> Sequence[Tensor]:
-        """Gather them for forward."""
+        """Gather the parameters for forward."""
         tensors = list(self._take())
         self._places = {t.untyped_storage().data_ptr(): i for i, t in enumerate(tensors)}
         self._tensors = tensors
         for tensor in tensors:
-            if tensor.grad_fn is not None:  # one node for all of them, after all that used them
+            # One node for all of them, which runs after all their uses.
+            if tensor.grad_fn is not None:
                 tensor.grad_fn.register_hook(lambda *_: self.drop())
                 break
         return tensors
 
     def drop(self) -> None:
-        """Let go of the values."""
+        """Drop the values."""
         self._tensors = None
 
     @contextlib.contextmanager
     def saved_as_places(self) -> Iterator[None]:
-        """Have autograd save where in which parameter a tensor lies, in the place of its values."""
+        """Make autograd save a tensor's position within a parameter instead of its values."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
@@ -135,14 +136,14 @@ class Whole:
 
 
 def _address(tensor: Tensor) -> int:
-    """Return where a tensor's memory begins, 0 for one that has none of its own."""
+    """Return the address of a tensor's memory, 0 if it has none of its own."""
     if tensor.layout is not torch.strided or type(tensor) is not Tensor:
         return 0
     return tensor.untyped_storage().data_ptr()
 
 
 def places_of(own: Namespace, entry: Entry, whole: Mapping[str, Tensor]) -> list[Place]:
-    """Return where whole tensors, by the names of an entry's parameters, stand in for these."""
+    """Return the places where whole tensors (by parameter name) replace an entry's parameters."""
     with original(own.model):
         params = entry.parameters(own.model)
         tensors = {id(params[name]): tensor for name, tensor in whole.items()}
@@ -157,7 +158,7 @@ def places_of(own: Namespace, entry: Entry, whole: Mapping[str, Tensor]) -> list
 
 
 def sharded(own: Namespace, entry: Entry) -> dict[str, nn.Parameter]:
-    """Return the parameters of an entry that lie in shards, by name: all but the ignored ones."""
+    """Return the sharded parameters of an entry by name: all except the ignored ones."""
     with original(own.model):
         params = entry.parameters(own.model)
     return {n: p for n, p in params.items() if n not in own.engine.store.ignored}
@@ -165,9 +166,9 @@ def sharded(own: Namespace, entry: Entry) -> dict[str, nn.Parameter]:
 
 @contextlib.contextmanager
 def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
-    """Have the parameters of an entry whole inside, for code that runs eagerly and its backward.
+    """Make the parameters of an entry whole inside the block, for eager code and its backward.
 
-    code: what errors call that code.
+    code: the name of that code in errors.
     """
     whole = Whole(lambda: own.call(entry, (), {}), own.engine.turns)
     with contextlib.ExitStack() as stack:
@@ -180,7 +181,7 @@ def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
         if entry.method == ALL:
             stack.enter_context(own.passing_through(entry.path))
         versions = []
-        if not torch.is_inference_mode_enabled():  # tensors made there count no versions
+        if not torch.is_inference_mode_enabled():  # inference tensors have no version counter
             versions = [version_of(p.whole) for p in places]
         yield
         for place, version in zip(places, versions, strict=False):
@@ -188,12 +189,12 @@ def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
                 raise ShardError(
                     f"{code} changes its parameter {place.key} in place, which a program, and a "
                     "shard, would not see. Make it a buffer, or change it after optimizer.step(), "
-                    "under torch.no_grad()"
+                    "under torch.no_grad()."
                 )
 
 
 def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an island's forward; return what it returns. If it raises, the other ranks are told."""
+    """Run an island's forward and return its result. If it raises, tell the other ranks."""
     try:
         return _run(own, island, args, kwargs)
     except BaseException as error:
@@ -207,7 +208,7 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
     precision = own.plan.precision
     dtype = dtype_at(island.entry.path, compute_dtype(precision), module_dtypes(precision))
     args, kwargs = cast_arguments(args, kwargs, dtype)
-    if own.world.size > 1:  # ranks would put off sums of different modules
+    if own.world.size > 1:  # ranks would postpone sums of different modules
         own.engine.gradients.no_sync = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.engine.turns.taken())
@@ -223,7 +224,7 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _buffer_versions(own: Namespace) -> dict[str, int]:
-    """Return how often each buffer was written to, if this island's writes have to be shared."""
+    """Return the version of each buffer, if this island's buffer writes have to be shared."""
     turns = own.engine.turns
     is_shared = turns.are_taken and turns.is_outermost and own.plan.buffers == "rank0"
     if not is_shared or torch.is_inference_mode_enabled():
@@ -232,9 +233,9 @@ def _buffer_versions(own: Namespace) -> dict[str, int]:
 
 
 def _changed(before: dict[str, int], after: dict[str, int]) -> tuple[str, ...]:
-    """Return the buffers of modules one of whose buffers was written to.
+    """Return the buffers of all modules with at least one buffer that was written to.
 
-    A batch norm counts its batches in one; its statistics change without a count of versions.
+    A batch norm increments its count of batches, while its statistics change without a new version.
     """
     written = {name.rpartition(".")[0] for name, count in after.items() if before[name] != count}
     return tuple(name for name in after if name.rpartition(".")[0] in written)
@@ -243,7 +244,7 @@ def _changed(before: dict[str, int], after: dict[str, int]) -> tuple[str, ...]:
 def cast_arguments(
     args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments in the format that code computes in, as programs take them."""
+    """Return the arguments in the dtype that the code computes in, as programs take them."""
     if dtype is None:
         return args, kwargs
 
@@ -254,24 +255,26 @@ def cast_arguments(
 
 
 def say(own: Namespace, island: Island) -> None:
-    """Tell the user that a function has become an island, and what that means.
+    """Tell the user that a function has become an island, and the consequences.
 
     Raises:
-        CaptureError: the plan cuts layers over a tensor axis, which an eager forward cannot be.
+        CaptureError: the plan cuts layers over a tensor axis, which is impossible for an eager
+            forward.
     """
     if own.plan.parallel.tensor > 1:
         raise CaptureError(
             f"{island.entry.describe(own.model)} cannot be captured "
-            f"({island.reason.removeprefix('capture: ').rstrip('.')}), and what runs eagerly "
-            f"cannot be cut over Plan.parallel.tensor = {own.plan.parallel.tensor} ranks"
+            f"({island.reason.removeprefix('capture: ').rstrip('.')}), and code that runs eagerly "
+            f"cannot be cut over Plan.parallel.tensor = {own.plan.parallel.tensor} ranks. Correct "
+            "what prevents its capture, or set Plan.parallel.tensor = 1."
         )
     if own.world.rank != 0:
         return
     name = island.entry.describe(own.model)
     log.warning(
-        "%s runs eagerly, as no static graph of it can be made: %s. %s Plan(islands='refuse') "
-        "makes this an error.",
+        "%s runs eagerly, because it cannot be captured as a static graph: %s. %s "
+        "Plan(islands='refuse') makes this an error.",
         name, island.reason.removeprefix("capture: ").rstrip("."),
-        "All in it runs eagerly, on parameters gathered around it." if island.is_whole else
+        "Everything in it runs eagerly, on parameters gathered around it." if island.is_whole else
         "The modules that it calls have programs of their own.",
     )  # fmt: skip

@@ -1,8 +1,8 @@
-"""Which sizes of a model's calls vary, and which program serves a call whose sizes do.
+"""Dynamic sizes: which sizes of a model's calls vary, and which program serves such a call.
 
-A dimension seen with a second value has a symbol in the programs that are compiled from then on,
-and so has an argument that is a number. Those that were equal in all calls share one. A size of 0
-or 1 stays a number: torch computes with these in ways of its own.
+A dimension seen with a second value becomes a symbol in programs compiled from then on, and so does
+an argument that is a number. Dimensions that were equal in all calls share one symbol. A size of 0
+or 1 stays a constant, because torch handles these sizes specially.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from zerofx.capture.signature import Signature
 from zerofx.ir.sizes import NUMBER, Dim, Sizes, Symbol
 from zerofx.plan.fields import nearest
 
-Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of the hooks
-# The number of a tensor among those of the arguments' leaves, and a dimension of it; or STRIDE and
-# that, for the stride of a dimension of a tensor that is not contiguous; or that of an int or float
-# among those, and NUMBER.
+Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of its hooks
+# A place is one of: the index of a tensor among the arguments' tensor leaves, with one of its
+# dimensions; STRIDE and these two, for a stride of a tensor that is not contiguous; or the index of
+# an int or float among the arguments' leaves, with NUMBER.
 Place = tuple[int, int]
 STRIDE = 1000
-CALLS = 64  # of one family that are looked at to tell which sizes vary
+CALLS = 64  # calls per family that are inspected to tell which sizes vary
 KNOWN = 4096  # calls whose program is remembered
 
 
 @dataclass
 class _Family:
-    """Calls that differ in sizes alone, and in strides of tensors that are not contiguous.
+    """Calls that differ only in sizes, and in strides of tensors that are not contiguous.
 
-    seen: the sizes of calls, one of each. fixed: dimensions that cannot vary. served: the programs
-    for sizes that vary, by key, the latest last.
+    seen: the sizes of calls, without duplicates.
+    fixed: dimensions that cannot vary.
+    served: the programs with dynamic sizes, by key, the latest last.
     """
 
     seen: list[dict[Place, Any]] = field(default_factory=list)
@@ -53,9 +54,9 @@ class _Family:
 
 @dataclass(frozen=True)
 class _Served:
-    """What a program serves: any sizes where `names` has the name of a symbol, `others` elsewhere.
+    """The sizes that a program serves: any size where `names` has a symbol, `others` elsewhere.
 
-    conditions: which sizes these are, as `Sizes` has it.
+    conditions: restrict the sizes, in the form of `Sizes`.
     """
 
     sizes: Sizes
@@ -68,7 +69,7 @@ class _Served:
         return cls(sizes, names, {p: n for p, n in values.items() if p not in names})
 
     def key(self, call: Key) -> Key:
-        """Return the key of the program that serves a call, if that has the other sizes."""
+        """Return the key of the program that serves a call, if its other sizes match."""
         suffix = "".join(f", {condition}" for condition in self.sizes.conditions)
         return _named(call, {place: f"{name}{suffix}" for place, name in self.names.items()})
 
@@ -85,7 +86,7 @@ class _Served:
         return {name: call[place] for place, name in self.names.items()}
 
     def covers(self, other: _Served) -> bool:
-        """Tell whether this serves all that another one does."""
+        """Return whether this serves every call that the other one serves."""
         is_free = all(self.others.get(place, n) == n for place, n in other.others.items())
         mine, theirs = set(self.sizes.conditions), set(other.sizes.conditions)
         return is_free and other.names.items() <= self.names.items() and mine <= theirs
@@ -94,8 +95,8 @@ class _Served:
 class Lengths:
     """Finds the keys of programs that serve calls of several sizes.
 
-    admits: whether the program of a key may run at sizes that it serves.
-    declared: the largest sizes of dimensions that vary from the first call on (`ids.shape[1]`).
+    admits: returns whether the program of a key may run at given sizes.
+    declared: the maximum sizes of dimensions that vary from the first call on (`ids.shape[1]`).
     """
 
     def __init__(
@@ -103,16 +104,16 @@ class Lengths:
     ) -> None:
         self._admits, self._declared = admits, declared
         self._families: dict[Key, _Family] = {}
-        self._known: dict[Key, Key] = {}  # a call's key -> that of the program that serves it
+        self._known: dict[Key, Key] = {}  # a call's key -> the key of the program that serves it
 
     def learn(self, other: Lengths) -> None:
-        """Take over what another model like this one has seen, and which programs it has."""
+        """Copy the observed sizes and known programs of another model like this one."""
         for key, family in other._families.items():
             copied = _Family(list(family.seen), set(family.fixed), dict(family.served))
             self._families[key] = copied
 
     def key_of(self, key: Key) -> Key:
-        """Return the key of the program that serves a call; the call's own if there is none."""
+        """Return the key of the program that serves a call; the call's own key if there is none."""
         found = self._known.get(key)
         if found is not None:
             return found
@@ -126,16 +127,17 @@ class Lengths:
         return key
 
     def undeclared(self, call: Call) -> dict[str, str]:
-        """Return the declared dimensions that a call does not have, and what it has instead."""
+        """Return the declared dimensions that a call lacks, with a hint for each."""
         sizes = [(n, d) for n in call.tensors for d in range(call.leaves[n].dim())]
         has = [str(Dim(n, d, call.names[n])) for n, d in sizes]
         return {name: nearest(name, has) for name in self._declared if name not in has}
 
     def varying(self, key: Key, call: Call) -> tuple[Symbol, ...]:
-        """Note a call that no program serves yet; return the sizes of it that vary."""
+        """Record a call that no program serves yet; return the sizes of it that vary."""
         family, sizes = self._family(key)
         family.note(sizes)
-        groups: dict[tuple[Any, ...], list[Place]] = {}  # all values of these, and the bound
+        # All values seen and the bound -> the places with them.
+        groups: dict[tuple[Any, ...], list[Place]] = {}
         for place, size in sizes.items():
             bound = self._declared.get(str(_dim(place, call)), 0)
             values = *family.values(place), bound, type(size)
@@ -152,12 +154,12 @@ class Lengths:
         return tuple(found)
 
     def fix(self, key: Key, call: Call, symbols: Sequence[Symbol]) -> None:
-        """Take dimensions as they are from now on: a program cannot have symbols for them."""
+        """Treat dimensions as constants from now on: a program cannot have symbols for them."""
         family, _ = self._family(key)
         family.fixed.update(_place(d, call) for s in symbols for d in s.dims)
 
     def serve(self, key: Key, call: Call, sizes: Sizes) -> Key:
-        """Note the sizes that a program serves, which is compiled for this call; return its key."""
+        """Record the sizes served by a program that is compiled for this call; return its key."""
         family, values = self._family(key)
         served = _Served.of(sizes, call, values)
         general = served.key(key)
@@ -165,7 +167,7 @@ class Lengths:
         return general
 
     def is_served_by(self, key: Key, general: Key) -> bool:
-        """Tell whether a program is needed no longer, since a later one serves its calls."""
+        """Return whether a program is no longer needed, because a later one serves its calls."""
         for family in self._families.values():
             later = family.served.get(general)
             if later is None:
@@ -202,7 +204,7 @@ class Lengths:
 
 
 def _named(key: Key, names: Mapping[Place, str]) -> Key:
-    """Return a key with the names of sizes that vary in the place of their numbers."""
+    """Return a key with the sizes that vary replaced by their names."""
 
     def named(number: int, tensor: tuple[Any, ...]) -> tuple[Any, ...]:
         shape = tuple(names.get((number, dim), size) for dim, size in enumerate(tensor[1]))
@@ -224,7 +226,7 @@ Change = Callable[[int, tuple[Any, ...]], tuple[Any, ...]]
 
 
 def _mapped(key: Key, of_tensor: Change, of_number: Change) -> Key:
-    """Return a key with the keys of its tensors and numbers changed, each numbered in order."""
+    """Return a key with its tensors and numbers transformed, each numbered in order."""
     tensors, numbers = count(), count()
 
     def walk(part: Any) -> Any:
@@ -235,7 +237,7 @@ def _mapped(key: Key, of_tensor: Change, of_number: Change) -> Key:
         if part and part[0] is functools.partial:
             return part
         if len(part) == 2 and part[0] in (int, float):
-            number = next(numbers)  # a NaN has a text in its key
+            number = next(numbers)  # a NaN appears as text in its key
             return of_number(number, part) if type(part[1]) is part[0] else part
         return tuple([walk(p) for p in part])
 

@@ -1,4 +1,4 @@
-"""Namespace: what zerofx adds to a model, `model.zerofx`."""
+"""Namespace: everything that zerofx adds to a model, as `model.zerofx`."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ from zerofx.runtime.loss_scale import LossScaler, ScaleRule
 if TYPE_CHECKING:
     from zerofx.model.module import CompiledModule
 
-# -- Notice module hooks that come or go after compile: they are part of what a program captured ---
+# -- Detect module hooks added or removed after compile: programs have captured them ---------------
 
 
 class HookWatch:
-    """Tells which hooks a module tree has, at the cost of one comparison a call where it has none.
+    """Finds the hooks of a module tree, at the cost of one comparison per call if there are none.
 
-    Every new hook takes a handle from one counter, so the tree is searched only when that counter
-    moved; known hooks are looked at each time, since a removal leaves no trace. Handles are unique
-    in a process and a deep copy keeps them, so that equal handles mean equal hooks there too.
+    Every new hook takes a handle from one counter, so the tree is searched only if that counter
+    moved. Known hooks are checked each time, since a removal leaves no trace. Handles are unique
+    within a process and a deep copy keeps them, so that equal handles mean equal hooks there too.
 
-    Hooks of all modules (`register_module_forward_hook` and the like) count as each module's. Of
-    the model's own hooks those count that it had before it was compiled (`Original`).
+    Hooks of all modules (`register_module_forward_hook` and similar) count as each module's. Of the
+    model's own hooks, only those that existed before compilation count (`Original`).
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -70,7 +70,7 @@ class HookWatch:
         self._occupied: list[dict] = []
 
     def handles(self) -> tuple[tuple[int, ...], ...]:
-        """Return the handles of all hooks, in the order of their calls; () for none."""
+        """Return the handles of all hooks, in the order of their calls; () if there are none."""
         if RemovableHandle.next_id != self._seen:
             self._occupied = [d for d in self._dicts if d]
             self._seen = RemovableHandle.next_id
@@ -79,28 +79,24 @@ class HookWatch:
         return tuple(filter(None, map(handles_in, self._occupied)))
 
 
-# -- `to`, `half`, `cuda` and the like: what of them a compiled model can follow -------------------
+# -- `to`, `half`, `cuda` and similar conversions of a compiled model ---------------------------
 
 
 def check_shards_stay(engine: Engine, fn: Callable[[Tensor], Tensor]) -> None:
-    """Refuse a conversion that would give the shards another dtype or device.
-
-    Raises:
-        ShardError: `fn` moves or casts a tensor like the shards; the message names both.
-    """
+    """Refuse a conversion that would give the shards another dtype or device."""
     for bucket in engine.layout.buckets:
         before = torch.empty(0, dtype=bucket.dtype, device=engine.world.device)
         after = fn(before)
         if (after.dtype, after.device) != (before.dtype, before.device):
             raise ShardError(
-                f"a compiled model holds {before.dtype} shards on {before.device}; moving it "
-                f"to {after.dtype} on {after.device} would need another layout: convert the "
-                "model before zerofx.compile, or pass device="
+                f"a compiled model holds {before.dtype} shards on {before.device}, and moving it "
+                f"to {after.dtype} on {after.device} would need another layout. Convert the model "
+                "before zerofx.compile, or pass device=."
             )
 
 
 def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
-    """Give buffers another dtype; a buffer held in several places stays one.
+    """Convert buffers to another dtype; a buffer held in several places stays one tensor.
 
     Raises:
         ShardError: a buffer would move to another device; nothing was converted.
@@ -113,8 +109,8 @@ def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
             after = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device))
             if after.device != buffer.device:
                 raise ShardError(
-                    f"{path or 'the model'}: buffer {key} lies on {buffer.device} and cannot "
-                    f"move to {after.device}; pass device= to zerofx.compile"
+                    f"{path or 'the model'}: buffer {key} is on {buffer.device} and cannot move to "
+                    f"{after.device}. Pass device= to zerofx.compile."
                 )
             if after.dtype != buffer.dtype:
                 made.setdefault(id(buffer), fn(buffer))
@@ -127,22 +123,22 @@ def convert_buffers(model: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
 
 
 def make_scaler(plan: Plan, world: World) -> LossScaler | None:
-    """Return the scaler that a plan asks for, None where nothing is scaled here."""
+    """Return the scaler that a plan requires, or None if nothing is scaled here."""
     asked = plan.precision.loss_scale
     if not plan.precision.is_scaled:
         return None
     assert isinstance(asked, LossScale)
     if world.other_axes:
         raise PlanError(
-            f"Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
-            f"mesh axes {world.other_axes} would not skip it too, since the model is compiled over "
-            "a slice of that mesh. Compute in bf16."
+            "Plan(precision='fp16') skips a step whose gradients overflow. The ranks along the "
+            f"mesh axes {world.other_axes} would not skip it, since the model is compiled over a "
+            "slice of that mesh. Compute in bf16."
         )
     return LossScaler(rule_of(asked), world.device)
 
 
 def rule_of(asked: LossScale) -> ScaleRule:
-    """Return a plan's loss scale as the runtime, which knows no plans, takes it."""
+    """Convert a plan's loss scale to a rule of the runtime, which does not know plans."""
     return ScaleRule(
         initial=asked.initial,
         growth_interval=asked.growth_interval if asked.dynamic else 0,
@@ -153,7 +149,7 @@ def rule_of(asked: LossScale) -> ScaleRule:
     )
 
 
-# -- Calls that are alike but for sizes and values -------------------------------------------------
+# -- Calls that differ only in sizes and values ----------------------------------------------------
 
 
 def form_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,7 +169,7 @@ def _form(value: Any) -> Any:
     return kind
 
 
-# -- A batch in micro-batches ----------------------------------------------------------------------
+# -- Division into micro-batches -------------------------------------------------------------------
 
 
 def micro_batches(
@@ -181,11 +177,11 @@ def micro_batches(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the arguments of each micro-batch of a call, in order.
 
-    Tensors whose dimension 0 is as long as that of the first one are cut along it; the others, and
-    what is no tensor, go to all of them.
+    Tensors whose dimension 0 is as long as that of the first tensor are cut along it. All other
+    tensors and values are passed to every micro-batch.
 
     Raises:
-        PlanError: the batch cannot be cut into as many as the plan asks for; names both numbers.
+        PlanError: the batch cannot be cut into as many as the plan requests; names both numbers.
     """
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
@@ -195,7 +191,7 @@ def micro_batches(
         raise PlanError(
             f"Plan.parallel.micro_batches = {parallel.micro_batches!r} does not divide the batch "
             f"of {batch} samples (dimension 0 of the first tensor among the arguments). Give a "
-            "batch that it divides, or leave micro_batches out"
+            "batch that it divides, or leave micro_batches out."
         )
 
     def piece(leaf: Any, i: int) -> Any:
@@ -206,24 +202,25 @@ def micro_batches(
 
 
 def _what_is_cut(args: tuple[Any, ...], kwargs: dict[str, Any], num: int) -> str:
-    """Say which tensors of a call are cut into micro-batches, for an error of one of these."""
+    """Describe the tensors of a call that are cut into micro-batches, for an error of theirs."""
     leaves = [leaf for leaf in flatten((args, kwargs))[0] if isinstance(leaf, Tensor) and leaf.ndim]
     shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves if len(leaf) == len(leaves[0]))
     return (
         f"Plan.parallel.pipeline runs the model on {num} micro-batches, for which all tensors as "
-        f"long as the first one are cut along dimension 0: those of {shapes}. If one of them has "
-        "no samples there, register it as a buffer, or give it a first dimension of 1"
+        f"long as the first one are cut along dimension 0: those of {shapes}. If dimension 0 of "
+        "one of them is not the samples, register it as a buffer, or give it a first dimension of "
+        "1."
     )
 
 
-# -- What zerofx adds to a model -------------------------------------------------------------------
+# -- The namespace `model.zerofx` ------------------------------------------------------
 
 
 class Namespace:
-    """What zerofx adds to a model, as `model.zerofx`: its plan, its programs, what to ask of them.
+    """Attributes that zerofx adds to a model, as `model.zerofx`: its plan, programs and state.
 
-    original: what the model was before; `original.kind` is the user's class.
-    setting, engine, table: what runs it.
+    original: the model before compilation; `original.kind` is the user's class.
+    setting, engine, table: the objects that run it.
     """
 
     def __init__(
@@ -232,7 +229,7 @@ class Namespace:
         self.model = cast("CompiledModule", model)
         self.setting, self.engine = setting, engine
         self.table = ProgramTable(model, setting, engine, other)
-        self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before it is left without hooks
+        self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before its hooks are moved away
         self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
         self._covered: list[str] = []  # modules whose calls run eagerly
         self._ignored: dict[Entry, tuple[IgnoredPlace, ...]] = {}
@@ -247,7 +244,7 @@ class Namespace:
             counts.append(f"{len(eager)} island{'s' * (len(eager) != 1)}")
         return f"zerofx(stage={self.plan.stage}, world={world.size}, {', '.join(counts)})"
 
-    # -- what there is ------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------
     @property
     def plan(self) -> Plan:
         return self.setting.plan
@@ -259,33 +256,33 @@ class Namespace:
 
     @property
     def data_rank(self) -> int:
-        """Which samples this rank takes: what a DistributedSampler takes as `rank`.
+        """This rank's share of the samples: the `rank` argument of a DistributedSampler.
 
-        Ranks that share the layers of a model have the same one, and need the same samples.
+        Ranks that share the layers of a model have the same value, and need the same samples.
         """
         return self.engine.world.data_rank
 
     @property
     def data_world(self) -> int:
-        """Over how many ranks samples are divided: a DistributedSampler's `num_replicas`."""
+        """The number of ranks that divide the samples: a DistributedSampler's `num_replicas`."""
         return self.engine.world.data_size
 
     @property
     def device(self) -> torch.device:
-        """Where the shards are computed with."""
+        """The device that computes with the shards."""
         return self.engine.world.device
 
     @property
     def layout(self) -> Layout:
-        """Which parameters lie in which bucket."""
+        """The assignment of parameters to buckets."""
         return self.engine.layout
 
     @property
     def programs(self) -> list[Planned]:
         """The programs that are ready to run, one per signature, in the order of first calls.
 
-        None before the first call, and at most Plan.max_programs. One that was given up for others
-        is the last once its call has come back.
+        Empty before the first call, and at most Plan.max_programs long. A program that was evicted
+        and whose call has come back is last.
         """
         return Programs(b.program for b in self.table.bound.values())
 
@@ -293,20 +290,20 @@ class Namespace:
     def islands(self) -> list[Island]:
         """The functions of the model that run eagerly, with the reason, innermost first.
 
-        What they compute is not proved; the programs that they call are.
+        Their own computation is not proved; the programs that they call are.
         """
         return [next(iter(by_form.values())) for by_form in self._islands.values()]
 
     @property
     def loss_scale(self) -> LossScaler | None:
-        """The scale of fp16 gradients and how many steps were skipped; None without scaling."""
+        """The scale of fp16 gradients and the number of skipped steps; None without scaling."""
         return self.engine.gradients.scaler
 
     # -- calls --------------------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the program of a call; the first call of each signature compiles it.
 
-        A function of which no program can be made runs as an island.
+        A function that cannot be captured runs as an island.
         """
         if not self.original.is_whole_in_part:
             self.engine.store.check_bindings()
@@ -314,9 +311,9 @@ class Namespace:
             raise self.is_parallel(wrapper)
         if is_transforming():
             raise GradientError(
-                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func do not see into "
-                "a compiled call; use them inside forward, which is captured with them, or on the "
-                "uncompiled model"
+                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func cannot look "
+                "inside a compiled call. Use them inside forward, which is captured with them, or "
+                "on the uncompiled model."
             )
         if self.plan.parallel.pipeline > 1:
             return self._run_pipeline(entry, args, kwargs)
@@ -330,7 +327,7 @@ class Namespace:
         except Exception as error:
             shorten(error)
             if not isinstance(error, CaptureError) or not self._may_be_island(entry):
-                raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+                raise error  # not a bare raise: Python 3.10 would use an earlier traceback
             refused = error
         else:
             return program(args, taken)
@@ -338,25 +335,26 @@ class Namespace:
         try:
             result = islands.run(self, island, args, kwargs)
         except Exception as error:
-            if type(error) is type(refused.torch_error):  # a mistake in the call, not the capture's
+            # A mistake in the call, not in the capture.
+            if type(error) is type(refused.torch_error):
                 raise refused from None
             raise
-        # Only now: eager PyTorch can run it.
+        # Tell the user only now that eager PyTorch has run it successfully.
         if entry not in self._islands:
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
 
     def _run_pipeline(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of a model that is divided into pipeline stages, a micro-batch at a time.
+        """Run a call of a model that is divided into pipeline stages, one micro-batch at a time.
 
-        Without gradients, all of the batch is one.
+        Without gradients, the whole batch is one micro-batch.
         """
         if entry != MODEL:
             raise PlanError(
-                f"{entry.describe(self.model)} is called by itself, and with "
-                f"Plan.parallel.pipeline = {self.plan.parallel.pipeline} a rank has a part of the "
-                "layers only. Call the model"
+                f"{entry.describe(self.model)} is called by itself, but with "
+                f"Plan.parallel.pipeline = {self.plan.parallel.pipeline} a rank has only some of "
+                "the layers. Call the model."
             )
         pieces = [(args, kwargs)]
         if torch.is_grad_enabled():
@@ -368,7 +366,7 @@ class Namespace:
             shorten(error)
             if isinstance(error, CaptureError) and len(pieces) > 1:
                 raise CaptureError(f"{error}\n{_what_is_cut(args, kwargs, len(pieces))}") from error
-            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+            raise error  # not a bare raise: Python 3.10 would use an earlier traceback
         return program.run(pieces)
 
     def _ignored_of(self, entry: Entry) -> tuple[IgnoredPlace, ...]:
@@ -388,7 +386,7 @@ class Namespace:
         return watch.handles()
 
     def _form(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what tells calls apart of which one may be an island's and another need not."""
+        """Return a key that tells calls apart of which one may be an island and another may not."""
         return entry.module(self.model).training, form_of(args, kwargs)
 
     def _may_be_island(self, entry: Entry) -> bool:
@@ -397,31 +395,31 @@ class Namespace:
         return plan.islands == "auto" and is_possible and not entry.is_parameters
 
     def watch_calls(self) -> None:
-        """Have calls of submodules with parameters come to `enter`."""
+        """Redirect calls of submodules with parameters to `enter`."""
         for path, module in self.model.named_modules():
             if path and next(module.parameters(), None) is not None:
                 intercept(module, functools.partial(self.enter, path, weakref.ref(module)))
 
     def enter(self, path: str, module: weakref.ref[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a submodule: eagerly inside what is captured or runs eagerly, else its program.
+        """Call a submodule: eagerly inside captured or eager code, otherwise its program.
 
-        path: its name at compile. Where it runs eagerly it may have another one by now: adapters
-        that are merged leave the layer inside them in their place.
+        path: its name at compile. When it runs eagerly, it may have another name by now: merged
+            adapters leave the layer inside them in their place.
         """
         if self.original.is_captured or self.is_covered(path):
             if self.casts and not self.original.is_captured:
                 args, kwargs = islands.cast_arguments(args, kwargs, self.casts.get(path))
             called = module()
-            assert called is not None, "a module that has gone is called"
+            assert called is not None, "a module was called after it was freed"
             return call_uncompiled(called, args, kwargs)
         return self.call(Entry(path), args, kwargs)
 
     def is_covered(self, path: str) -> bool:
-        """Tell whether the parameters of a submodule are whole now, so that it runs eagerly."""
+        """Return whether the parameters of a submodule are whole now, so that it runs eagerly."""
         return any(map(f"{path}.".startswith, self._covered))
 
     def enter_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the model's that reads its parameters: as a program, or as an island."""
+        """Call a method of the model that reads its parameters, as a program or as an island."""
         if self.original.is_captured or self.is_covered("") or self.original.is_whole_in_part:
             return getattr(self.original.kind, name)(self.model, *args, **kwargs)
         return self.call(Entry("", name), args, kwargs)
@@ -443,7 +441,7 @@ class Namespace:
 
     @functools.cached_property
     def casts(self) -> dict[str, torch.dtype]:
-        """The format of the inputs of modules, where some have one of their own."""
+        """The dtype of the inputs of modules, for modules that have one of their own."""
         compute, modules = compute_dtype(self.plan.precision), module_dtypes(self.plan.precision)
         if modules is None:
             return {}
@@ -457,15 +455,16 @@ class Namespace:
         """Run a program, such as an emitted directory edited by hand, in place of the compiled one.
 
         It takes over the calls of its own signature (the same inputs, parameters and captured
-        mathematics, as fingerprint.json says): those compiled already at once, others at their
-        first call. What runs is the directory itself; later edits need another `adopt`. Every
-        rank must adopt the same program: other collectives than on other ranks raise at the call.
+        mathematics, as listed in fingerprint.json): calls that are already compiled at once, others
+        at their first call. The directory itself is run; later edits need another `adopt`. Every
+        rank must adopt the same program. If collectives differ between ranks, the call raises.
 
         program: the directory, or a Program from `load_program` or `rewrite`.
         allow_changed_math: as in `load_program`.
 
         Raises:
-            ProgramError: it is broken, or made for other ranks or another layout; nothing changed.
+            ProgramError: it is broken, or was made for other ranks or another layout; nothing
+                changed.
         """
         if not isinstance(program, Planned):
             program = load_directory(program, allow_changed_math)
@@ -473,23 +472,23 @@ class Namespace:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Sum gradients locally until the first backward outside, which reduces all of the sum.
+        """Sum gradients locally until the first backward outside, which reduces the whole sum.
 
-        At stage 0, `p.grad` is the local sum meanwhile, as under DistributedDataParallel. At
-        stage 1 it stands for the sum: it can be zeroed or set to None (by any `zero_grad`), which
-        drops the sum, and anything else raises. At stages 2 and 3, and where the optimizer is
-        offloaded, whole gradients are never held: there each backward reduces into the shards,
-        which is the same sum, and this changes nothing. Nor does it with a pipeline, which reduces
-        once a call.
+        At stage 0, `p.grad` is the local sum until then, as under DistributedDataParallel. At stage
+        1, it represents the sum: it can be zeroed or set to None (by any `zero_grad`), which drops
+        the sum, and every other operation raises. At stages 2 and 3, and if the optimizer is
+        offloaded, whole gradients are never held. There each backward reduces into the shards,
+        which gives the same sum, and no_sync changes nothing. It also changes nothing with a
+        pipeline, which reduces once per call.
 
         Raises:
             GradientError: the plan updates parameters inside every backward.
         """
         if self.engine.store.updates is not None:
             raise GradientError(
-                "no_sync() puts off the reduction of gradients, but Plan(update='in-backward') "
-                "updates the parameters inside every backward; use Plan(update='step') to "
-                "accumulate"
+                "no_sync() postpones the reduction of gradients, but Plan(update='in-backward') "
+                "updates the parameters inside every backward. Use Plan(update='step') to "
+                "accumulate."
             )
         gradients, before = self.engine.gradients, self.engine.gradients.no_sync
         gradients.no_sync = self.plan.parallel.pipeline == 1 and reduction.is_put_off(
@@ -506,31 +505,33 @@ class Namespace:
         self.engine.forget_resident()
 
     def sharded_state_dict(self, *, flat: bool = False) -> dict[str, Any]:
-        """Return what torch.distributed.checkpoint saves: this rank's shards, and the buffers.
+        """Return the state for torch.distributed.checkpoint: this rank's shards, and the buffers.
 
-        Tensors share memory with the model, so that `dcp.load` fills it in place. In a folder they
-        have the model's own names and shapes: any world size and stage, FSDP2 and plain modules
-        load them, and this loads theirs. On one rank or at stage 0 parameters are plain tensors.
+        Tensors share memory with the model, so that `dcp.load` fills it in place. In a saved folder
+        they have the model's own names and shapes. Models of any world size and stage, FSDP2 and
+        plain modules can load them, and this model can load theirs. On one rank or at stage 0,
+        parameters are plain tensors.
 
-        flat: give every parameter as a flat tensor instead, as zerofx 0.1.0 saved it; to load what
-            `dcp.save(model.sharded_state_dict())` of that version wrote.
+        flat: return every parameter as a flat tensor instead, as zerofx 0.1.0 saved it, to load
+            files that `dcp.save(model.sharded_state_dict())` of that version wrote.
         """
         return sharded_state_of(self.model, flat)
 
-    # -- what the model's methods ask ---------------------------------------------------------
+    # -- queries of the model's methods--------------------------------------------------------
     def is_setting(self, name: str) -> bool:
-        """Tell whether programs may have the value of an attribute baked in.
+        """Return whether programs may have the value of an attribute baked in.
 
-        Not what is new, since no capture has read it, and not what every module has.
+        False for new attributes, since no capture has read them, and for those that every module
+        has.
         """
         is_known = name in vars(self.model) or hasattr(self.original.kind, name)
         is_own = is_known and not hasattr(nn.Module, name)
         return is_own and self.table.state().may_read(name)
 
     def is_parallel(self, wrapper: str) -> ShardError:
-        """Return the error to raise where another wrapper is applied to the model."""
+        """Return the error to raise if another wrapper is applied to the model."""
         return ShardError(
-            f"{wrapper} is applied to a {self.original.kind.__name__} that zerofx.compile made "
-            f"data-parallel already (stage {self.plan.stage}, {self.world.size} ranks); drop "
-            f"{wrapper}, and train the compiled model as it is"
+            f"{wrapper} is applied to a {self.original.kind.__name__} that zerofx.compile has "
+            f"already made data-parallel (stage {self.plan.stage}, {self.world.size} ranks). Drop "
+            f"{wrapper}, and train the compiled model as it is."
         )

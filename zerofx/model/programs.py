@@ -1,4 +1,4 @@
-"""The programs of one model: compiled at a signature's first call, adopted, bound to its shards."""
+"""Programs of one model: compiled at a signature's first call, adopted, bound to its shards."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
 from zerofx.runtime.turns import GATHER, REDUCE, REFRESH, SYNC, Share
 
-# -- A program tied to a model: the user's call in, the user's result out --------------------------
+# -- A program bound to a model: takes the user's call, returns the result -------------------------
 
 
 class Bound:
     """Calls an executable with the user's arguments and rebuilds the user's result.
 
-    slots: what its program needs.
+    slots: the slots that its program needs.
     last_use: the number of its latest call, among those of all programs of the model.
     """
 
@@ -124,7 +124,7 @@ def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
 
 
 def own_stage(program: Planned) -> OwnStage:
-    """Return what a rank's runtime needs to know of the pipeline that a program is a stage of."""
+    """Return the runtime's description of the pipeline stage that a program implements."""
     stage, parallel = program.stage, program.plan.parallel
 
     def crossing(wire: Wire) -> Parcel:
@@ -152,11 +152,11 @@ def own_stage(program: Planned) -> OwnStage:
     )
 
 
-# -- What the functions of a program take and give, as the runtime needs to know it ----------------
+# -- The signatures of a program's functions, in the form that the runtime needs ------------------
 
 
 def contract(program: Planned, sizes: str = "") -> Contract:
-    """Return what the program's functions take and give; `sizes` are those of its inputs."""
+    """Return the signatures of the program's functions; `sizes` are those of its inputs."""
     specs = program.outputs[FORWARD]
     outputs = [s for s in specs if s.role is Role.OUTPUT]
     calling = program.calling
@@ -198,7 +198,7 @@ def contract(program: Planned, sizes: str = "") -> Contract:
 
 
 def _shares(program: Planned, graph: str) -> str:
-    """Return the collectives of a graph in order, as `runtime.turns` reads them."""
+    """Return the collectives of a graph in order, in the format of `runtime.turns`."""
     found: list[Share] = []
     packed: dict[int, tuple[int, ...]] = {}
     for node in program.graph(graph).nodes:
@@ -223,7 +223,7 @@ def _shares(program: Planned, graph: str) -> str:
 
 
 def _synced(program: Planned, node: fx.Node) -> tuple[str, ...]:
-    """Return the names of the buffers whose new values follow rank 0's here."""
+    """Return the names of the buffers whose new values follow rank 0's at this node."""
     pairs = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
     names = {n: s.name for s, n in pairs if s.role is Role.BUFFER_UPDATE}
     parts = {n.args[1]: n for n in node.users}
@@ -239,13 +239,13 @@ def _tangents_at(
 
 
 def _reach(program: Planned, outputs: tuple[int, ...]) -> dict[int, Reach]:
-    """Return which gradients come from each of these outputs, found by walking from its tangent.
+    """Return the gradients that each of these outputs contributes to, found from its tangent.
 
-    A gradient that no tangent leads to is zero whatever a loss uses, and counts for all outputs.
+    A gradient that depends on no tangent is zero for every loss, and counts for all outputs.
     """
     bits = {leaf: 1 << i for i, leaf in enumerate(outputs)}
     everything = (1 << len(outputs)) - 1
-    masks: dict[fx.Node, int] = {}  # of each node: the tangents that lead to it
+    masks: dict[fx.Node, int] = {}  # by node: the tangents that it depends on
     params: dict[str, int] = {}
     for node in program.graph(BACKWARD).nodes:
         if info(node).role is Role.TANGENT:
@@ -270,7 +270,7 @@ def _reach(program: Planned, outputs: tuple[int, ...]) -> dict[int, Reach]:
 
 
 def written_out(program: Planned) -> dict[str, int]:
-    """Return the bytes of each value that forward lets wait on NVMe, by name."""
+    """Return the bytes of each value that forward leaves on NVMe, by name."""
     launches = [(n, spec_of(n)) for n in program.graph(FORWARD).nodes]
     nodes = [n for n, spec in launches if spec and spec.is_copy and spec.lands is Tier.NVME]
     return {f"{n.args[1]} {info(n).index}": nbytes(value(n)) for n in nodes}
@@ -283,7 +283,7 @@ def _results(program: Planned, role: Role) -> list[Any]:
 
 
 def _guarded(program: Planned) -> tuple[tuple[str, str | int], ...]:
-    """Return whose memory the saved values lie in, as far as the user can write to it."""
+    """Return the owners of the saved values' memory, as far as the user can write to it."""
     outputs: dict[fx.Node, int] = {}
     for position, node in enumerate(_results(program, Role.OUTPUT)):
         outputs.setdefault(alias_source(node), position)
@@ -308,13 +308,13 @@ def _shared(program: Planned) -> tuple[int, ...]:
 
 
 def _returned(program: Planned) -> dict[int, int]:
-    """Return the positions of outputs that are inputs as they stand, with the inputs' leaves."""
+    """Return the positions of outputs that are inputs themselves, with the inputs' leaves."""
     outputs = enumerate(_results(program, Role.OUTPUT))
     return {i: info(n).index for i, n in outputs if info(n).role is Role.INPUT}
 
 
 def _detached(program: Planned, input_grads: list[int]) -> frozenset[int]:
-    """Return the positions of outputs in the memory of inputs that get no gradient."""
+    """Return the positions of outputs that share memory with inputs without a gradient."""
     roots = enumerate(alias_source(n) for n in _results(program, Role.OUTPUT))
     inputs = {i: info(n).index for i, n in roots if info(n).role is Role.INPUT}
     return frozenset(i for i, leaf in inputs.items() if leaf not in input_grads)
@@ -324,12 +324,12 @@ def _detached(program: Planned, input_grads: list[int]) -> frozenset[int]:
 
 
 log = logging.getLogger("zerofx")
-CORRECTIONS = 3  # of a budget, once the regions are compiled
-KEPT = 2  # times Plan.max_programs: compiled programs that are kept, bound or not
+CORRECTIONS = 3  # attempts to correct a budget, once the regions are compiled
+KEPT = 2  # times Plan.max_programs: limit for compiled programs kept, bound or not
 
 
 class Programs(list[Planned]):
-    """The programs of a model; says why there is none yet."""
+    """The programs of a model; indexing explains why there is none yet."""
 
     def __getitem__(self, index: Any) -> Any:
         if not self:
@@ -338,13 +338,13 @@ class Programs(list[Planned]):
 
 
 class Constants:
-    """The tensors whose values a program has baked in, at the versions that it was captured at.
+    """The tensors whose values a program has baked in, with their versions at capture.
 
-    It keeps none of them alive: what has gone cannot be read again.
+    It keeps none of them alive, since a tensor that is gone cannot be read again.
     """
 
     def __init__(self, tensors: list[Tensor], buffers: Sequence[dict[str, Any]] = ()) -> None:
-        counted = [t for t in tensors if not t.is_inference()]  # those count no versions
+        counted = [t for t in tensors if not t.is_inference()]  # those have no version counter
         self._read = [(weakref.ref(t), version_of(t)) for t in counted]
         slots = [(held, key, id(t)) for held in buffers for key, t in held.items()]
         self._slots = [slot for slot in slots if slot[2] in set(map(id, tensors))]
@@ -353,7 +353,7 @@ class Constants:
         return bool(self._read)
 
     def have_changed(self) -> bool:
-        """Tell whether one was written to since, or a buffer is another tensor now."""
+        """Return whether one was written to since, or a buffer is another tensor now."""
         for ref, version in self._read:
             tensor = ref()
             if tensor is not None and version_of(tensor) != version:
@@ -362,16 +362,16 @@ class Constants:
 
 
 class ProgramTable:
-    """Finds the program of a call; compiles it where there is none.
+    """Finds the program of a call; compiles it if there is none.
 
-    `bound` has what is ready to run, tied to shards and buffers, in the order in which it was
-    bound: at most Plan.max_programs. A further one takes the place of the least recently used.
-    `known` has what was compiled, without slots, recordings or loaded regions: binding it again
-    costs no capture and no passes. It is bounded too. Each rank decides for itself what to give up,
+    `bound` has the programs that are ready to run, bound to shards and buffers, in the order
+    of binding: at most Plan.max_programs. A further one replaces the least recently used.
+    `known` has compiled programs without slots, recordings or loaded regions. Binding one again
+    needs no capture and no passes. It is bounded too. Each rank decides by itself what to evict,
     since neither compiling nor binding is a collective call.
 
-    A table of a model's deep copy begins with what the original knows; `bound` is each model's own.
-    `recorder` records every call for replay; Plan(cuda_graph=True) makes one of CUDA graphs.
+    The table of a model's deep copy starts with the original's `known`; `bound` is its own.
+    `recorder` records every call for replay; Plan(cuda_graph=True) creates one for CUDA graphs.
     """
 
     def __init__(
@@ -385,42 +385,42 @@ class ProgramTable:
         self._model, self._setting, self._engine = model, setting, engine
         self._states: dict[Entry, ModelState] = {}
         self.bound: dict[Key, Bound] = {}
-        # A copy of the model has copies of the tensors that a program read.
+        # A copy of the model has copies of the tensors that a program has read.
         known = other.known.items() if other else ()
         self.known: dict[Key, tuple[Planned, Path]] = {
             key: made for key, made in known if other and key not in other._constants
         }
-        # signature -> what runs instead
+        # signature -> the program that runs instead
         self._adopted: dict[str, Planned] = dict(other._adopted) if other else {}
         if recorder is None and setting.plan.cuda_graph:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
-        self._constants: dict[Key, Constants] = {}  # of programs that read some
+        self._constants: dict[Key, Constants] = {}  # for programs that read some
         declared = setting.plan.dynamic if isinstance(setting.plan.dynamic, Patterns) else {}
         self._lengths: Lengths | None = None
         if lets_sizes_vary(setting.plan) and self._room is None:
             self._lengths = Lengths(self._admits, declared)
             if other is not None and other._lengths is not None:
                 self._lengths.learn(other._lengths)
-        self.on_bound: Callable[[Bound], None] | None = None  # told of each new one
+        self.on_bound: Callable[[Bound], None] | None = None  # called with each new one
         # Returns the handles of the hooks of an entry's modules, for keys.
         self.handles: Callable[[Entry], tuple[tuple[int, ...], ...]] = lambda entry: ()
         self._uses = count()
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
     def state(self, entry: Entry = MODEL) -> ModelState:
-        """Return what the calls of an entry depend on in the model."""
+        """Return the state of the model that the calls of an entry depend on."""
         found = self._states.get(entry)
         if found is None:
             found = self._states[entry] = ModelState(self._model, entry)
         return found
 
     def find(self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Bound:
-        """Return what runs a call, compiled now if it is the first of its signature.
+        """Return the bound program of a call; compile it if the call is the first of its signature.
 
-        Under a budget a program is compiled again once the loop turns out to accumulate gradients,
-        if it would take too much beside them.
+        Under a budget, a program is compiled again when the loop turns out to accumulate gradients
+        and the program would exceed the budget with them.
         """
         own, key = key, self._serving(key)
         if key in self._constants and self._constants[key].have_changed():
@@ -438,7 +438,7 @@ class ProgramTable:
             with self._engine.world.busy(what), without_dispatch_modes():
                 try:
                     bound = self.compile(key, args, kwargs, setting, own)
-                except BaseException as error:  # Ctrl-C and sys.exit too: the others wait for it
+                except BaseException as error:  # Ctrl-C and sys.exit too: others wait for this
                     self._engine.world.report_failure(repr(error))
                     raise
             bound.last_use = next(self._uses)
@@ -454,7 +454,7 @@ class ProgramTable:
                 return found
             if found in self.known and (self.known[found][1] / "schedule.py").is_file():
                 return found
-            self._lengths.forget(found)  # it was given up: perhaps another one serves the call
+            self._lengths.forget(found)  # it was evicted: perhaps another one serves the call
         return key
 
     def _is_adopted(self, key: Key) -> bool:
@@ -463,9 +463,9 @@ class ProgramTable:
         )
 
     def _admits(self, key: Key, sizes: Mapping[str, int]) -> bool:
-        """Tell whether a program meets its budget at sizes that it serves.
+        """Return whether a program meets its budget at sizes that it serves.
 
-        What was adopted is taken as it is.
+        Adopted programs are not checked.
         """
         if key not in self.known:
             return True
@@ -478,9 +478,9 @@ class ProgramTable:
         return is_smaller or fits(with_sizes(program, sizes), program.loop)
 
     def _holds(self, program: Planned, loop: Loop) -> bool:
-        """Tell whether a program stays under its budget in a loop; if so, note the loop.
+        """Return whether a program stays within its budget in a loop; if so, record the loop.
 
-        What was adopted is taken as it is.
+        Adopted programs are not checked.
         """
         if program.loop.accumulation < loop.accumulation:
             if program.signature not in self._adopted and not fits(program, loop):
@@ -496,12 +496,12 @@ class ProgramTable:
         setting: Setting | None = None,
         own: Key | None = None,
     ) -> Bound:
-        """Compile a call, write the directory, and bind it, in place of what it had before.
+        """Compile a call, write the directory, and bind it in place of the call's earlier program.
 
         own: the key of the call itself, if `key` is that of a program for many sizes.
 
         Raises:
-            BudgetError: nothing meets the budget; what the call had before stays.
+            BudgetError: nothing meets the budget; the call's earlier program stays.
         """
         if key not in self.bound:
             self._make_room(key)
@@ -531,7 +531,7 @@ class ProgramTable:
             setting = replace(setting, margin_bytes=margin_for(bound.program, excess))
             try:
                 made = self._planned(captured, setting)
-            except BudgetError:  # there is no smaller one: the warning says by how much
+            except BudgetError:  # there is no smaller one: the warning gives the excess
                 break
             bound = self._install(key, made)
         warn_of_regions(bound.program)
@@ -540,7 +540,7 @@ class ProgramTable:
         return bound
 
     def _give_up_served(self, key: Key) -> None:
-        """Give up the programs whose calls another one serves from now on, which has this key."""
+        """Evict the programs whose calls the program of this key serves from now on."""
         assert self._lengths is not None, "a program has sizes that vary under dynamic='off'"
         for other in {*self.bound, *self.known} - {key}:
             if not self._is_adopted(other) and self._lengths.is_served_by(other, key):
@@ -551,7 +551,7 @@ class ProgramTable:
                 self._lengths.forget(other)
 
     def _install(self, key: Key, made: Planned) -> Bound:
-        """Write a program's directory and bind it, in place of what its call had before."""
+        """Write a program's directory and bind it in place of the call's earlier program."""
         if key in self.bound:
             self._give_up(key)
         directory = made.directory or write_to_cache(made)
@@ -560,9 +560,9 @@ class ProgramTable:
         return self._bind(key)
 
     def _make_room(self, key: Key) -> None:
-        """Give up the least recently used programs, so that one more stays within the plan's bound.
+        """Evict the least recently used programs, so that one more stays within the plan's limit.
 
-        Says once what varies from call to call.
+        Warn once about what varies from call to call.
         """
         entry, limit = key[0].entry, self._setting.plan.max_programs
         bound = {k: b for k, b in self.bound.items() if k[0].entry == entry}
@@ -570,22 +570,21 @@ class ProgramTable:
             return
         if not self._has_warned:
             self._has_warned = True
-            before, state = reversed(bound), self.state(entry)  # of those alike, the latest
+            before, state = reversed(bound), self.state(entry)  # of similar ones, the latest
             said = [describe_difference(key[0], other[0], state) for other in before]
             varies = min(said, key=lambda text: text.count(";")).replace("nothing", "module hooks")
             log.warning(
                 "%s needs more programs than Plan.max_programs = %d allows. The latest call "
-                "differs from the one most like it in %s. From here on a further program takes the "
-                "place of the least recently used one, which is made ready again when its call "
-                "comes back. Let what varies take few values (pad inputs to a few shapes), or "
-                "raise max_programs.",
+                "differs from the most similar one in %s. From now on, a further program replaces "
+                "the least recently used one, which is bound again when its call comes back. Let "
+                "what varies take few values (pad inputs to a few shapes), or raise max_programs.",
                 entry.describe(self._model), limit, varies,
             )  # fmt: skip
         used = sorted(bound, key=lambda k: bound[k].last_use)
         self._give_up(*used[: len(used) - limit + 1])
 
     def _give_up(self, *keys: Key) -> None:
-        """Unbind programs: their slots, files, recordings and loaded regions go.
+        """Unbind programs, and free their slots, files, recordings and loaded regions.
 
         A call whose forward has run keeps its program, which takes its slots again for backward.
         """
@@ -607,9 +606,9 @@ class ProgramTable:
         if not self._has_warned_of_constants:
             self._has_warned_of_constants = True
             log.warning(
-                "%s: a tensor was changed in place whose values a program depends on. It is "
+                "%s: a program depends on the values of a tensor that was changed in place. It is "
                 "captured again each time. If forward only computes with the tensor, register it "
-                "with register_buffer. If control flow depends on it, pass what it decides as an "
+                "with register_buffer. If control flow depends on it, pass the decision as an "
                 "argument.",
                 key[0].entry.describe(self._model),
             )
@@ -622,7 +621,7 @@ class ProgramTable:
     ) -> tuple[Captured, Key]:
         """Capture a call; return its program, and the key of the next call like it.
 
-        The key is another if forward has changed settings that are part of it.
+        The key differs from `key` if forward has changed settings that are part of it.
         """
         for name, param in self._engine.store.params.items():
             check_summable(name, param)  # it may have been frozen when it was sharded
@@ -633,7 +632,7 @@ class ProgramTable:
         left: list[Change] = []
         options = capture_options(plan)
         if plan.parallel.pipeline > 1 and torch.is_grad_enabled():
-            options["outputs"] = "loss"  # the rest stays where it is computed
+            options["outputs"] = "loss"  # the rest stays on the stage that computes it
         if not entry.is_model:
             options |= {"differentiate": "all", "outputs": "all"}
         captured = self._captured(
@@ -647,16 +646,16 @@ class ProgramTable:
             captured = replace(captured, calling=replace(captured.calling, left=unread))
         if changed := state.leave_out_changed():
             log.warning(
-                "%s: forward, or a hook, changes %s, which it names as a setting. That happens at "
-                "capture only, and what is read there is baked into the program. Keep what changes "
-                "from call to call in a buffer, or pass it as an argument.",
+                "%s: forward, or a hook, changes %s, which is one of its settings. That happens at "
+                "capture only, and the values read there are baked into the program. Keep a value "
+                "that changes from call to call in a buffer, or pass it as an argument.",
                 name, ", ".join(changed),
             )  # fmt: skip
         if (leaked := state.leaked()) and not self._has_warned_of_leaks:
             self._has_warned_of_leaks = True
             log.warning(
                 "%s: forward, or a hook, keeps tensors in %s. It did so while it was captured, "
-                "so that they have no values, and no later call will. Return them from forward.",
+                "so they have no values, and no later call sets them. Return them from forward.",
                 name, ", ".join(leaked),
             )  # fmt: skip
         *_, attributes = state.read()
@@ -687,23 +686,25 @@ class ProgramTable:
             return take()
         try:
             captured = take(varying=varying)
-        except Exception as error:  # noqa: BLE001 - without symbols it is raised again
+        except Exception as error:  # noqa: BLE001 - raised again without symbols
             captured = take()
             self._fix(key, call, varying, error)
             return captured
         free = {symbol.name for symbol in captured.sizes.symbols}
         if fixed := [symbol for symbol in varying if symbol.name not in free]:
-            self._fix(key, call, fixed, "control flow, or a number computed from it, asks for it")
+            self._fix(
+                key, call, fixed, "control flow, or a number computed from it, needs its value"
+            )
         return captured
 
     def _fix(
         self, key: Key, call: trees.Call, symbols: Sequence[Symbol], why: str | Exception
     ) -> None:
-        """Compile a program per value of these sizes from now on, and say so."""
+        """Compile one program per value of these sizes from now on, and warn about it."""
         assert self._lengths is not None, "no size varies under dynamic='off'"
         self._lengths.fix(key, call, symbols)
         log.warning(
-            "%s: %s cannot vary within one program (%s). Each of its values is compiled by itself.",
+            "%s: %s cannot vary within one program (%s). Each value is compiled separately.",
             key[0].entry.describe(self._model),
             ", ".join(str(dim) for symbol in symbols for dim in symbol.dims),
             str(why).partition("\n")[0] or type(why).__name__,
@@ -725,14 +726,14 @@ class ProgramTable:
             if compiled.signature == program.signature:
                 mine = self._instead_of(compiled)
                 self.known[key] = mine, mine.directory or write_to_cache(mine)
-                if key in self.bound:  # bound again by its next call
+                if key in self.bound:  # its next call binds it again
                     self._give_up(key)
         return program
 
     def drop(self) -> None:
-        """Forget the programs of the model's own functions: an attribute of it is another one.
+        """Forget the programs of the model's own functions, as an attribute of it has changed.
 
-        Those of submodules stay, and those of parameters.
+        Programs of submodules and of parameters stay.
         """
 
         def is_own(key: Key) -> bool:
@@ -744,16 +745,16 @@ class ProgramTable:
             del self._constants[key]
 
     def _instead_of(self, compiled: Planned) -> Planned:
-        """Return the adopted program, called as the compiled one is."""
+        """Return the adopted program, with the call convention of the compiled one."""
         adopted = self._adopted[compiled.signature]
         return replace(adopted, calling=compiled.calling, captured=describe_graph(adopted))
 
     def _bind(self, key: Key) -> Bound:
-        """Import the emitted schedule and tie it to this model's shards and buffers."""
+        """Import the emitted schedule and bind it to this model's shards and buffers."""
         program, directory = self.known.pop(key)
         if program.directory is None and not (directory / "schedule.py").exists():  # it was pruned
             directory = write_to_cache(program)
-        self.known[key] = program, directory  # the latest
+        self.known[key] = program, directory  # as the latest
         alike = [k for k in self.known if k[0].entry == key[0].entry]
         spare = [k for k in alike if k not in self.bound and k != key]
         for old in spare[: max(0, len(alike) - KEPT * self._setting.plan.max_programs)]:
@@ -782,7 +783,7 @@ class ProgramTable:
         return bound
 
     def _reserve(self, program: Planned, slots: Pool) -> None:
-        """Make room for a program's slots, which the others' memory then counts too."""
+        """Allocate a program's slots; the memory of other programs then counts them too."""
         engine = self._engine
         engine.reserve(slots.sizes, slots.stay)
         program.pool = pool = Pool(engine.slots.sizes, engine.forward_slots)
@@ -806,10 +807,10 @@ def _buckets(program: Planned, graph: str, test: Callable[[OpSpec], bool]) -> li
 
 
 def load_directory(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
-    """Load an emitted directory with the plan that lies in it (`zerofx.load_program`)."""
+    """Load an emitted directory with the plan that it contains (`zerofx.load_program`)."""
     if not isinstance(directory, (str, os.PathLike)):
         raise ArgumentError(
-            f"a program was expected, and this is a {type(directory).__name__}. Give the directory "
-            "that program.emit(directory) wrote"
+            f"a program was expected, but this is a {type(directory).__name__}. Give the directory "
+            "that program.emit(directory) wrote."
         )
     return load(directory, allow_changed_math)

@@ -20,33 +20,34 @@ from zerofx.runtime.store.state import FullReader
 
 @contextlib.contextmanager
 def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]:
-    """Let eager code use the parameters of a module whole, as plain `nn.Parameter`s.
+    """Let eager code use the whole parameters of a module, as plain `nn.Parameter`s.
 
-    Inside, the module is the user's own again: it runs eagerly, and whatever reads parameters works
-    (generate, merge_and_unload, save_pretrained, histograms, state_dict). A collective call: every
-    rank must enter and leave. Each rank holds all parameters of the module meanwhile, on the device
-    that it computes with; enter unit by unit (`for block in model.blocks: with whole(block): ...`)
-    to hold less.
+    Inside the block, the module is the user's own again. It runs eagerly, and all code that reads
+    parameters works (generate, merge_and_unload, save_pretrained, histograms, state_dict). This is
+    a collective call: every rank must enter and leave. Until then, each rank holds all parameters
+    of the module, on the device that it computes with. To hold less, enter unit by unit (`for block
+    in model.blocks: with whole(block): ...`).
 
-    In a forward that runs eagerly (an island) gradients of what is computed inside reach the
-    parameters, and each rank enters by itself, as its code goes.
+    In a forward that runs eagerly (an island), gradients of values computed inside reach the
+    parameters, and each rank enters on its own, as its code runs.
 
     module: a compiled model, or a submodule of one.
-    write_back: keep what rank 0 has made of the values.
+    write_back: keep rank 0's changes of the values.
 
     Raises:
-        ArgumentError: the module is no part of a compiled model, or `write_back` in an island.
+        ArgumentError: the module is not part of a compiled model, or `write_back` is set in an
+            island.
         ShardError: a parameter was written to without `write_back`, or got a gradient, which would
-            be lost; names it. What was written is not kept.
+            be lost; names it. The writes are not kept.
     """
     own, path = _place(module)
     if own.original.is_captured or own.is_covered(path):
-        yield module  # its parameters are whole already
+        yield module  # its parameters are already whole
     elif own.engine.turns.is_forward:
         if write_back:
             raise ArgumentError(
                 "zerofx.whole(write_back=True) was entered in the model's forward, which cannot "
-                "change parameters. Write to them after optimizer.step()"
+                "change parameters. Write to them after optimizer.step()."
             )
         with islands.gathered(own, Entry(path, ALL), "code in zerofx.whole"), _restored(own, path):
             yield module
@@ -55,12 +56,12 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
 
 
 def _restored(own: Namespace, path: str) -> contextlib.AbstractContextManager[None]:
-    """Make the model what it was, if it is the very module that is whole."""
+    """Restore the model's own class inside the block, if the model itself is whole."""
     return contextlib.nullcontext() if path else own.original.restored(own.model)
 
 
 def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Iterator[nn.Module]:
-    """Have plain parameters stand in for those of a module; keep what was written if asked to."""
+    """Replace a module's parameters by plain ones; keep writes to them if `write_back`."""
     entry = Entry(path, ALL)
     params = islands.sharded(own, entry)
     params = {name: p for name, p in params.items() if not own.original.is_whole(p)}
@@ -87,12 +88,12 @@ def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Ite
     elif name := _on_any_rank(own, "written", _written(own, params, tensors)):
         raise ShardError(
             f"{name} was written to inside zerofx.whole, and the new values are lost. Use "
-            "zerofx.whole(model, write_back=True), which keeps those of rank 0"
+            "zerofx.whole(model, write_back=True), which keeps those of rank 0."
         )
 
 
 def _refuse_late_gradients(params: Iterable[str], tensors: list[nn.Parameter]) -> threading.Event:
-    """Return what to set at the end: a backward after that raises where it meets a parameter."""
+    """Return an event to set at the end: a later backward that reaches a parameter raises."""
     is_over = threading.Event()
 
     def check(name: str, _: Tensor) -> None:
@@ -107,13 +108,13 @@ def _refuse_late_gradients(params: Iterable[str], tensors: list[nn.Parameter]) -
 
 def _lost(name: str) -> ShardError:
     return ShardError(
-        f"{name} got a gradient that was computed inside zerofx.whole, whose parameters do not "
-        "last: it is lost. Call the model outside zerofx.whole to train it"
+        f"{name} got a gradient that was computed inside zerofx.whole, whose parameters are "
+        "temporary, so it is lost. Call the model outside zerofx.whole to train it."
     )
 
 
 def _on_any_rank(own: Namespace, what: str, names: list[str]) -> str:
-    """Return a name that some rank has, "" if none has any; a collective call."""
+    """Return a name that some rank has, or "" if none has any; a collective call."""
     mine = f"{what}={names[0] if names else ''}"
     found = own.world.agree_but_for("leaving zerofx.whole", "", mine)
     return max(each.partition("=")[2] for each in found)
@@ -123,7 +124,7 @@ def _on_any_rank(own: Namespace, what: str, names: list[str]) -> str:
 def _written(
     own: Namespace, params: dict[str, nn.Parameter], tensors: list[nn.Parameter]
 ) -> list[str]:
-    """Return the parameters whose values are others than the shards', as far as this rank has."""
+    """Return the parameters whose values differ from the shards, on this rank."""
     pieces = {id(p): own.engine.store.pieces[name] for name, p in own.engine.store.params.items()}
     found = []
     for (name, param), tensor in zip(params.items(), tensors, strict=True):
@@ -139,7 +140,7 @@ def _written(
 def _write_back(
     own: Namespace, params: dict[str, nn.Parameter], tensors: list[nn.Parameter]
 ) -> None:
-    """Give every rank's shards what rank 0 has in these tensors."""
+    """Write rank 0's values of these tensors to every rank's shards."""
     world = own.world
     for param, tensor in zip(params.values(), tensors, strict=True):
         value = tensor.detach()
@@ -150,7 +151,7 @@ def _write_back(
 
 
 def _place(module: nn.Module) -> tuple[Namespace, str]:
-    """Return the namespace of the compiled model that a module is part of, and its name there."""
+    """Return the compiled model's namespace that a module belongs to, and its name there."""
     if isinstance(module, nn.Module):
         if SLOT in module.__dict__:
             return module.__dict__[SLOT], ""
@@ -160,6 +161,6 @@ def _place(module: nn.Module) -> tuple[Namespace, str]:
             if isinstance(owner, Namespace):
                 return owner, call.args[0]
     raise ArgumentError(
-        f"zerofx.whole was given a {type(module).__name__} that is no part of a compiled model, or "
-        "has no parameters. Give what zerofx.compile returned, or one of its submodules"
+        f"zerofx.whole was given a {type(module).__name__} that is not part of a compiled model, "
+        "or has no parameters. Give it the result of zerofx.compile, or one of its submodules."
     )

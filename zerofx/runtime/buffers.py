@@ -1,4 +1,4 @@
-"""Buffers follow rank 0: its values at the start, and what each forward makes of them."""
+"""Buffers: every rank starts from rank 0's values and takes rank 0's updates in each forward."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from zerofx.compat.modules import own_buffers
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Return what lies in a tensor, flat: no backend sends every dtype (gloo no bool, say)."""
+    """Return a tensor's memory as flat bytes: no backend sends every dtype (gloo has no bool)."""
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     return plain.view(-1).view(torch.uint8)
 
 
 @torch.no_grad()
 def follow_rank_0(world: World, values: Sequence[Tensor]) -> list[Tensor]:
-    """Return rank 0's values of these tensors on every rank; all travel in one message."""
-    # The widest dtypes first, so that each tensor lies aligned in the message.
+    """Return rank 0's values of these tensors on every rank, sent as one message."""
+    # Widest dtypes first, so that each tensor is aligned within the message.
     order = sorted(range(len(values)), key=lambda i: -values[i].element_size())
     flat = torch.cat([_as_bytes(values[i]) for i in order])
     world.broadcast(flat, 0).wait()
@@ -33,7 +33,7 @@ def follow_rank_0(world: World, values: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def share_buffers(world: World, model: nn.Module) -> None:
-    """Move a model's buffers to the world's device and start every rank from rank 0's values."""
+    """Move a model's buffers to the world's device and copy rank 0's values to every rank."""
     moved: dict[int, Tensor] = {}
     for module in model.modules():
         for key, buffer in own_buffers(module).items():

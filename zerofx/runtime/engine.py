@@ -1,4 +1,4 @@
-"""The engine: what a schedule calls. One per compiled model; every call of it is plain tensors."""
+"""Engine: the object that a schedule calls, one per compiled model; it takes plain tensors."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 Tally = Callable[[Any, Any, str], None]
-"""Takes an executable, its call, and which half of it has run."""
+"""Runs an executable on a call; the flag says whether to run forward or backward."""
 
 
 class Engine:
-    """Runs launches, waits, releases and gradient stores for one model on one rank.
+    """Runs the launches, waits, releases and gradient stores of one model on one rank.
 
-    Gathered buckets and gradient buffers lie in slots that the schedule names.
+    Gathered buckets and gradient buffers are in slots, which the schedule names.
     """
 
     def __init__(
@@ -58,18 +58,18 @@ class Engine:
         self.updates = BucketUpdates(store, self.away, delayed)
         self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
         self.turns = Turns(self)
-        self.tally: Tally | None = None  # told of every forward and backward
-        self.keeps_memory = False  # between calls too: recordings work at fixed addresses
+        self.tally: Tally | None = None  # notified of every forward and backward
+        self.keeps_memory = False  # between calls too: CUDA graph recordings need fixed addresses
         self._resident: dict[int, Tensor] = {}
-        self._fresh: dict[int, Stamp] = {}  # bucket -> what its resident copy was made of
+        self._fresh: dict[int, Stamp] = {}  # bucket -> version that its resident copy was made from
         self._forward_slots: set[int] = set()
         self._gather_labels = [label("all-gather", b) for b in self.layout.buckets]
-        # What a schedule calls in other rooms, without a detour.
+        # Calls of a schedule that other objects implement, bound here to save an indirection.
         self.unpack = self.views.params
         self.grad_buffer = self.gradients.buffer
         self.pack = self.gradients.pack
         self.reduce_scatter = self.gradients.reduce
-        self.all_reduce = self.gradients.reduce  # one rank a shard axis: the slice is all of it
+        self.all_reduce = self.gradients.reduce  # not sharded: the slice is the whole bucket
         self.reduce_scatter_rows = self.all_reduce_rows = self.reduce_rows
         self.store_grad = self.gradients.store
         self.update = self.updates.update
@@ -85,33 +85,38 @@ class Engine:
     def reduce_rows(
         self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
     ) -> Flight:
-        """Launch the reduction of a packed table by rows, if no rank only takes part in it."""
+        """Launch the reduction of a packed table by rows, or as a whole if ranks take turns.
+
+        While ranks take turns, a rank may take part in a program that it did not call. It then has
+        no indices.
+        """
         given = () if self.turns.are_taken else indices
         return self.gradients.reduce(buffer, bucket, scale, given)
 
     def __getattr__(self, name: str) -> Any:
         method = added_method(name)
         if method is None:
-            raise AttributeError(f"the engine has no call {name!r}")
+            raise AttributeError(f"the engine has no method {name!r}")
         bound = self.__dict__[name] = partial(method, self)
         return bound
 
     def reserve(self, sizes: Sequence[int], in_forward: Iterable[int] = ()) -> None:
-        """Make room for a program's slots; those used `in_forward` stay between calls."""
+        """Allocate a program's slots; those used `in_forward` are kept between calls."""
         self._forward_slots.update(in_forward)
         if self.slots.reserve(sizes):
             self.views.clear()
 
     @property
     def forward_slots(self) -> frozenset[int]:
-        """The slots that stay between calls."""
+        """The slots that are kept between calls."""
         return frozenset(self._forward_slots)
 
     def reserve_values(self, sizes: Mapping[str, int], whose: str) -> None:
-        """Make room on NVMe for what one call of a program lets wait there, by name.
+        """Reserve space on NVMe for the values that one call of a program keeps there, by name.
 
         Raises:
-            NvmeError: there is too little; both numbers are said, and other ranks are told.
+            NvmeError: there is too little space. The message has both numbers; other ranks are
+                notified.
         """
         try:
             self.values.reserve(sizes, whose)
@@ -120,19 +125,19 @@ class Engine:
             raise
 
     def forget_slots(self) -> None:
-        """Give back the room of all programs' slots, until they are reserved again."""
+        """Free the memory of all programs' slots until they are reserved again."""
         self._forward_slots.clear()
         self.slots.clear()
         self.views.clear()
 
     def keep_memory(self) -> None:
-        """Keep what calls work in at its place from here on, and lend nothing to several."""
+        """Keep working memory at fixed addresses from now on, and share none of it between uses."""
         self.keeps_memory, self.gradients.lends = True, False
 
     def rest(self, is_last: bool = True) -> None:
-        """End a backward: settle its gradients, then free what only a backward needs.
+        """End a backward: settle its gradients, then free the memory that only a backward needs.
 
-        is_last: no further micro-batch of the same step follows.
+        is_last: whether this is the last micro-batch of the step.
         """
         try:
             self.gradients.finish()
@@ -156,25 +161,25 @@ class Engine:
         return resting.frees_slot(self.layout, slot, nbytes, self._forward_slots)
 
     def abandon(self, error: BaseException) -> None:
-        """Forget everything in flight after an exception, so that another step can follow."""
+        """Forget all transfers in flight after an exception, so that another step can follow."""
         self.world.report_failure(repr(error))
         self.host.drain()
         self.values.drain()
         self.away.settle_all()
-        self.away.take_fault()  # the exception is the one to see
+        self.away.take_fault()  # the exception takes precedence over the fault
         self.world.drain()
         self.gradients.abandon()
 
     # -- gathered parameters ----------------------------------------------------------------
     def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> Flight:
-        """Launch the all-gather of a bucket into `slot` (or memory of its own)."""
+        """Launch the all-gather of a bucket into `slot` (or into newly allocated memory)."""
         b = self.layout.buckets[bucket]
         out = self.slots.take(slot, b.numel, b.compute_dtype)
         work = self.world.all_gather(out, self._cast(shard, out), self._gather_labels[bucket])
         return Flight(out, work, bucket)
 
     def _cast(self, shard: Tensor, full: Tensor) -> Tensor:
-        """Return the shard in the format of `full`: cast into its own place there, if need be."""
+        """Return the shard in the dtype of `full`, cast into its own range there if necessary."""
         if shard.dtype is full.dtype:
             return shard
         mine = full.view(self.layout.shard_size, -1)[self.world.shard_rank]
@@ -186,7 +191,7 @@ class Engine:
         b = self.layout.buckets[bucket]
         full = self._resident.get(bucket)
         if full is None:
-            with torch.inference_mode(False):  # it outlives the mode that first asked for it
+            with torch.inference_mode(False):  # the copy outlives the calling mode
                 full = torch.empty(b.numel, dtype=b.compute_dtype, device=self.world.device)
             self._resident[bucket] = full
         elif not shard_copies.is_outdated(self._fresh[bucket], self.away.stamp(bucket)):
@@ -197,7 +202,7 @@ class Engine:
         return Flight(full, work, bucket)
 
     def _cast_resident(self, shard: Tensor, full: Tensor, bucket: int) -> Tensor:
-        """Return what this rank sends: cast, unless the optimizer has written it in that format."""
+        """Return this rank's part to send: cast, unless the optimizer has already written it so."""
         b = self.layout.buckets[bucket]
         if b.is_away:
             mine = full.view(self.layout.shard_size, -1)[self.world.shard_rank]
@@ -208,7 +213,7 @@ class Engine:
         copy = ledger.copies.get(bucket)
         if copy is None or copy.full is not full:
             copy = ledger.copies[bucket] = CastCopy(ledger, full, b)
-        # by model.refresh(), for writes that were not seen
+        # by model.refresh(), for writes that zerofx cannot detect
         is_forced = self._fresh.get(bucket) == NEVER
         if copy.is_current and not is_forced:
             return copy.part(0, shard.numel())
@@ -217,22 +222,22 @@ class Engine:
         return mine
 
     def resident(self, shard: Tensor, bucket: int) -> Tensor:
-        """Return the resident copy that this call's forward refreshed."""
+        """Return the resident copy that this call's forward has refreshed."""
         return self._resident[bucket]
 
     def stale(self) -> list[int]:
-        """Return the resident buckets that a forward would refresh now."""
+        """Return the resident buckets that a forward would refresh if it ran now."""
         return [
             b for b, made_of in self._fresh.items()
             if shard_copies.is_outdated(made_of, self.away.stamp(b))
         ]  # fmt: skip
 
     def forget(self, buckets: Iterable[int]) -> None:
-        """Gather these resident buckets again at the next forward."""
+        """Mark these resident buckets as stale, so that the next forward gathers them again."""
         self._fresh |= {b: NEVER for b in buckets if b in self._fresh}
 
     def forget_resident(self) -> None:
-        """Force a refresh of every copy that stays, at the next forward."""
+        """Mark every resident copy as stale, so that the next forward refreshes it."""
         self._fresh = dict.fromkeys(self._fresh, NEVER)
         self.away.forget()
 
@@ -240,19 +245,19 @@ class Engine:
         return self.slots.owns(full) or full is self._resident.get(bucket)
 
     def wait(self, flight: InFlight) -> Any:
-        """Wait for a launch and return what it delivered (None for an unsynced reduction)."""
+        """Wait for a launch and return its result (None for an unsynced reduction)."""
         return flight.wait()
 
     def release(self, full: Tensor, slot: int = -1) -> None:
-        """Give a gathered bucket's slot back."""
+        """Return a gathered bucket's slot to the pool."""
         self.slots.give(slot, full)
 
     # -- buffers ----------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return rank 0's values of these tensors on every rank; all travel in one message."""
+        """Return rank 0's values of these tensors on every rank, sent as one message."""
         return follow_rank_0(self.world, values)
 
 
 def _answers(engine: Engine) -> Schedule:
-    """Let the type checker see that an engine has all that a schedule calls."""
+    """Let the type checker verify that an engine implements every call of a schedule."""
     return engine

@@ -1,4 +1,4 @@
-"""The way of gradients: packed into a bucket, reduced, and stored where the user sees them."""
+"""Gradients: packed into a bucket, reduced, and stored where the user sees them."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """The parameters, by name, that one backward has gradients for; None for all it computes.
+    """The parameters, by name, that one backward computes gradients for; None means all of them.
 
-    given: those that this rank has one for; it adds zeros for the others. received: those that
-    get one, on every rank: given by some rank, and asked for.
+    given: the parameters that this rank has a gradient for; it contributes zeros for the others.
+    received: the parameters that get a gradient on every rank: requested, and given by some rank.
     """
 
     given: frozenset[str] | None = None
@@ -49,22 +49,23 @@ EVERYTHING = Asked()
 
 
 class Anchor:
-    """What represents a model's parameters in autograd's graph, which then shows what needs them.
+    """Stand-in for a model's parameters in autograd's graph, which shows who needs their gradients.
 
-    Gradients go past autograd into p.grad, unless autograd.grad asks for them: then it returns the
-    sum over all calls that one loss uses. Programs of one model share it, so that a forward does
-    not pay for the number of parameters, and gradients of several are summed here. In a backward,
-    autograd visits each parameter, as it does for an eager model.
+    Gradients bypass autograd and go straight to p.grad, unless autograd.grad asks for them. It then
+    returns the sum over all calls that one loss uses. Programs of one model share an anchor, so
+    that the cost of a forward does not depend on the number of parameters, and gradients of several
+    programs are summed here. In a backward, autograd visits each parameter, as it does for an eager
+    model.
 
     output: the input of every call that depends on parameters.
-    through, always: nodes that run if parameters may be asked for, and in every plain backward.
+    through, always: the nodes that run if parameters may be requested, and in every plain backward.
     nodes: parameter name -> the node of its gradient.
-    returned: the gradients that the running autograd.grad asks for, in the order of `nodes`.
+    returned: the gradients that the running autograd.grad requests, in the order of `nodes`.
     """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         self.returned: list[Tensor | None] = []
-        with torch.inference_mode(False), torch.enable_grad():  # whichever the first call is in
+        with torch.inference_mode(False), torch.enable_grad():  # in any mode of the first call
             leaf = torch.zeros((), requires_grad=True)
             self.output: Tensor = _Parameters.apply(self.returned, leaf, *params.values())
         self.through: Any = self.output.grad_fn
@@ -73,7 +74,7 @@ class Anchor:
 
     @torch.no_grad()
     def add(self, found: Sequence[Tensor | None]) -> None:
-        """Add what one backward has found to what autograd.grad is to return."""
+        """Add the gradients of one backward to those that autograd.grad will return."""
         if not self.returned:
             self.returned[:] = found
             return
@@ -85,11 +86,11 @@ class Anchor:
 
 
 class _Parameters(torch.autograd.Function):
-    """Depends on the parameters, and has the gradients that were put into a list for them."""
+    """Depends on the parameters; its backward returns the gradients collected for them."""
 
     @staticmethod
     def forward(ctx: Any, returned: list[Tensor | None], *leaves: Tensor) -> Tensor:
-        ctx.returned, ctx.num_params = returned, len(leaves) - 1  # the first is none
+        ctx.returned, ctx.num_params = returned, len(leaves) - 1  # the first is no parameter
         ctx.set_materialize_grads(False)
         return torch.zeros(())
 
@@ -103,9 +104,10 @@ class _Parameters(torch.autograd.Function):
 class Gradients:
     """Takes each bucket's gradients from packing to `p.grad`.
 
-    no_sync: sum on this rank only. discards: this backward runs for inputs alone, so that no
-    parameter gets a gradient. asked: which get one otherwise; the p.grad of others stays as it is.
-    lends: memory is used again by later reductions.
+    no_sync: sum on this rank only.
+    discards: this backward runs for inputs only, so no parameter gets a gradient.
+    asked: the parameters that get a gradient otherwise; the p.grad of all others is left alone.
+    lends: later reductions may reuse the memory.
     """
 
     def __init__(
@@ -123,9 +125,9 @@ class Gradients:
         self._anchors: dict[tuple[str, ...], Anchor] = {}
         self.lends = True
         self.scaler, self.away, self.updates = scaler, away, updates
-        self.publish = self._publish  # of a bucket, for these names
-        self._arrived: set[str] = set()  # hooked parameters with a gradient from a backward
-        self._arrived_in = -1  # that backward
+        self.publish = self._publish  # called with a bucket and the names to publish
+        self._arrived: set[str] = set()  # parameters with hooks that got a gradient in a backward
+        self._arrived_in = -1  # the id of that backward
         self._is_apart = False
         self._store, self._slots, self._views = store, slots, views
         self._world, self._layout = store.world, store.layout
@@ -134,7 +136,7 @@ class Gradients:
         self._names: dict[tuple, frozenset[str]] = {}
         # bucket in flight -> (gradient shard, whether to add, names that no_sync summed)
         self._targets: dict[int, tuple[Tensor, bool, frozenset[str]]] = {}
-        self._slices = receive_buffers(store.world.device)  # where some reductions end
+        self._slices = receive_buffers(store.world.device)  # the results of some reductions
         self._loans: dict[int, Loan[Tensor]] = {}  # bucket in flight -> its slice
         layout, either = self._layout, (False, True)
         self._packs_in_gradient = {  # (reduces, is_set) -> for each bucket
@@ -153,7 +155,7 @@ class Gradients:
     def buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
         """Return the flat buffer into which a bucket's gradients are packed.
 
-        Where every rank holds whole gradients and none is set yet, that is p.grad's own memory.
+        If every rank holds whole gradients and none is set yet, the buffer is p.grad's own memory.
         """
         b = self._layout.buckets[bucket]
         buffer = self._own_place(bucket)
@@ -182,10 +184,10 @@ class Gradients:
         self, buffer: Tensor, bucket: int, params: tuple[int, ...], grads: Sequence[Tensor]
     ) -> None:
         """Copy gradients of the parameters at these positions into their bucket's buffer."""
-        if bucket in self._targets:  # p.grad's own memory: what it shows are the views
+        if bucket in self._targets:  # p.grad's own memory, which its views show
             shown = self._store.grads.views(bucket)
             places: Sequence[Tensor] = [shown[i] for i in params]
-            if self._layout.is_cut:  # then p.grad shows flat memory
+            if self._layout.is_cut:  # p.grad shows flat memory in this case
                 members = self._layout.buckets[bucket].params
                 flats = zip(places, params, strict=True)
                 places = [local_of(p).view(members[i].shape) for p, i in flats]
@@ -201,10 +203,10 @@ class Gradients:
             if members[i].owner in given:
                 place.copy_(grad)
             else:
-                place.zero_()  # a gradient of zero tangents may be NaN
+                place.zero_()  # the gradient for zero tangents may be NaN
 
     def pack_nothing(self, bucket: int, params: tuple[int, ...]) -> None:
-        """Count a zero buffer as packed with gradients of the parameters at these positions."""
+        """Mark parameters at these positions as packed, in a buffer that was zeroed."""
         self._packed[bucket] += (params,)
 
     def reduce(
@@ -217,10 +219,9 @@ class Gradients:
     ) -> Flight:
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum.
 
-        in_blocks: over the shard axis, gradients travel as 8-bit blocks.
-
-        indices: the rows that this backward has gradients for, if the bucket is one table. A sum of
-            no_sync has others, and is reduced whole.
+        indices: the rows that this backward has gradients for, if the bucket is a single table.
+            Sums made under no_sync contain other rows, so they are reduced as a whole.
+        in_blocks: send gradients over the shard axis as 8-bit blocks.
         """
         if self.discards:
             return Flight(None, None, bucket)
@@ -258,7 +259,7 @@ class Gradients:
         return launch_rows(axis, self._layout, b, out, buffer, indices, scale, self._labels[bucket])
 
     def offload(self, reduced: Tensor | None, bucket: int) -> Flight | Copy:
-        """Launch the copy of a reduced slice to where its shard lives."""
+        """Launch the copy of a reduced slice to the tier where its shard lives."""
         if reduced is None:
             return Flight(None, None, bucket)
         target, accumulate, _ = self._targets[bucket]
@@ -307,7 +308,7 @@ class Gradients:
         return names if received is None else names & received
 
     def anchor(self) -> Anchor:
-        """Return what represents the parameters that are trained now in autograd's graph."""
+        """Return the anchor of the parameters that currently require gradients."""
         trained = {name: p for name, p in self._store.params.items() if p.requires_grad}
         names = tuple(trained)
         if names not in self._anchors:
@@ -316,10 +317,10 @@ class Gradients:
 
     @contextlib.contextmanager
     def apart(self, names: Collection[str]) -> Iterator[list[Tensor | None]]:
-        """Fill the list, when the block ends, with gradients of `names`; every p.grad stays.
+        """Fill the yielded list, when the block ends, with gradients of `names`; keep every p.grad.
 
-        Backward runs in the block: what it stores is in memory of its own, since it finds no
-        gradient to add to, and that of earlier ones is held here.
+        Run the backward inside the block. It finds no p.grad to add to, so it stores its gradients
+        in memory of its own; the earlier p.grad are held here and restored.
         """
         params = self._store.params
         before = {name: p.grad for name, p in params.items() if p.grad is not None}
@@ -337,9 +338,9 @@ class Gradients:
 
     @torch.no_grad()
     def hand_out(self, names: Sequence[str], grads: Mapping[str, Tensor], scale: Tensor) -> None:
-        """Add gradients that were kept apart, times `scale` [], to the p.grad of `names`.
+        """Add separately kept gradients, times `scale` [], to the p.grad of `names`.
 
-        Of a parameter that this rank has nothing of, p.grad is as empty as the parameter.
+        If this rank holds no elements of a parameter, its p.grad is empty, like the parameter.
         """
         is_one = scale.device.type == "cpu" and scale.item() == 1.0
         for name in names:
@@ -361,7 +362,7 @@ class Gradients:
         self._note_arrived(names)
 
     def _note_arrived(self, names: frozenset[str]) -> None:
-        """Have the hooks of these parameters run when all of the backward has ended."""
+        """Schedule the hooks of these parameters to run at the end of the whole backward."""
         hooked = self._store.ledger.hooks.keys() & names
         if hooked and not self._is_apart:
             if not self._arrived or self._arrived_in != backward_number():
@@ -379,7 +380,7 @@ class Gradients:
 
     # -- the end of a backward ------------------------------------------------------------------
     def finish(self) -> None:
-        """End a backward: reduce what no_sync left, and drop all if any of it overflowed."""
+        """End a backward: reduce the sums that no_sync left, and drop all gradients on overflow."""
         is_whole = not (self.no_sync or self.discards)
         self.updates.finish(is_whole)
         if not is_whole:
@@ -390,11 +391,11 @@ class Gradients:
 
     @torch.no_grad()
     def _reduce_left(self) -> None:
-        """Reduce sums of no_sync whose buckets this backward's program has no gradient for."""
+        """Reduce no_sync sums of buckets for which this backward's program has no gradient."""
         left = self._sums.left()
         if not left:
             return
-        self._world.agree("reduction of what no_sync summed", f"buckets={list(left)}")
+        self._world.agree("reduction of the sums of no_sync", f"buckets={list(left)}")
         for bucket, scale in left.items():
             b = self._layout.buckets[bucket]
             buffer = torch.zeros(b.numel, dtype=b.reduce_dtype, device=self._world.device)
@@ -403,7 +404,7 @@ class Gradients:
 
     @torch.no_grad()
     def _look_for_overflow(self, scaler: LossScaler) -> None:
-        """Let all ranks know of an inf or NaN that any has found; then no p.grad stays."""
+        """Tell all ranks if any of them has found an inf or NaN; if so, drop every p.grad."""
         flag = scaler.take_flag()
         self._world.all_reduce(flag, label="check of the loss scale for overflow").wait()
         scaler.note_backward(bool(flag.item()))
@@ -414,15 +415,15 @@ class Gradients:
 
     @property
     def holds_sums(self) -> bool:
-        """Whether something that was summed under no_sync waits for its reduction."""
+        """Whether gradients summed under no_sync still wait for their reduction."""
         return bool(self._sums.left())
 
     def drop_unsynced(self) -> None:
-        """Forget gradients that were summed under no_sync and not yet reduced."""
+        """Drop gradients that were summed under no_sync and are not yet reduced."""
         self._sums.drop()
 
     def abandon(self) -> None:
-        """Forget what was packed, launched, or stored for an update that did not come."""
+        """Forget gradients that were packed, launched, or stored for an update that never ran."""
         self.updates.abandon()
         self._store.homes.abandon()
         self._store.grads.abandon()
@@ -433,5 +434,5 @@ class Gradients:
         self._slices = receive_buffers(self._world.device)
 
     def rest(self, frees: Callable[[int], bool]) -> None:
-        """Free the slices for whose bytes `frees` holds."""
+        """Free the slices for whose size in bytes `frees` returns true."""
         self._slices.rest(frees)

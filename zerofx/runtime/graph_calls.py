@@ -1,7 +1,7 @@
-"""The engine as graphs call it: the real bodies of the zerofx ops, which hand tensors about.
+"""The engine as graphs call it: the implementations of the zerofx ops, which take and give tensors.
 
-An emitted schedule holds a launched transfer as an object; a graph's node holds the tensor that it
-will fill, so here the transfer is found again by that tensor's address.
+An emitted schedule keeps a launched transfer as an object. A graph's node holds the tensor that the
+transfer will fill, so the transfer is looked up by that tensor's address.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from zerofx.runtime.engine import Engine
 
 _CURRENT = threading.local()
-# tensor that stands for it in a graph -> a value on NVMe
+# the tensor that represents it in a graph -> a value on NVMe
 _STORED: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class _Launched(InFlight, Protocol):
-    """A launch that knows the tensor that it will fill, if there is one."""
+    """A launch that knows the tensor it will fill, if there is one."""
 
     @property
     def tensor(self) -> Tensor | None: ...
 
 
 def current_calls() -> GraphCalls:
-    """Return what the graph now running on this thread calls (each simulated rank has its own)."""
+    """Return the `GraphCalls` of the graph running on this thread (one per simulated rank)."""
     calls = getattr(_CURRENT, "calls", None)
     assert calls is not None, "a zerofx op ran outside `with GraphCalls(engine).active()`"
     return calls
 
 
 class GraphCalls:
-    """What the nodes of one run of a graph call on an engine."""
+    """Implements the nodes of one run of a graph with the methods of an engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -50,7 +50,7 @@ class GraphCalls:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Answer the zerofx ops that run on this thread within the block."""
+        """Run the zerofx ops called on this thread inside the block."""
         before = getattr(_CURRENT, "calls", None)
         _CURRENT.calls = self
         try:
@@ -59,7 +59,7 @@ class GraphCalls:
             _CURRENT.calls = before
 
     def launch(self, flight: _Launched, key: Tensor) -> Tensor:
-        """Note a launch by the tensor that it will fill; return that."""
+        """Register a launch under the tensor that it will fill, and return that tensor."""
         self._pending.setdefault(key.data_ptr(), []).append(flight)
         return key
 
@@ -91,7 +91,7 @@ class GraphCalls:
         return self.moved(flight)
 
     def moved(self, flight: _Launched) -> Tensor:
-        """Note a launch that knows its own tensor."""
+        """Register a launch that knows its own tensor."""
         assert flight.tensor is not None
         return self.launch(flight, flight.tensor)
 
@@ -132,7 +132,7 @@ class GraphCalls:
     def reduced(self, flight: _Launched, packed: Tensor, bucket: int) -> Tensor:
         """Return what stands for a launched reduction in a graph."""
         tensor = flight.tensor
-        if tensor is None:  # summed locally, or discarded: nothing will be stored
+        if tensor is None:  # summed locally, or discarded: there is nothing to store
             layout = self.engine.layout
             tensor = packed.new_empty(layout.shard_numel(layout.buckets[bucket]))
         return self.launch(flight, tensor)

@@ -1,11 +1,11 @@
 """Loss scaling: keeps small fp16 gradients from underflowing, and skips steps that overflowed.
 
-Backward starts from `scale` times the incoming gradient; reduced gradients are unscaled in fp32 and
-checked in the same pass, so `p.grad` is never scaled. Where any rank finds an inf or a NaN, every
-rank drops all gradients (`p.grad` is None) until the next optimizer step, which therefore changes
-no parameter and no state; then the scale is lowered.
+Backward starts from `scale` times the incoming gradient. Reduced gradients are unscaled in fp32 and
+checked in the same pass, so `p.grad` is never scaled. If any rank finds an inf or a NaN, every rank
+drops all gradients (`p.grad` is None) until the next optimizer step, which therefore changes no
+parameter and no state. Then the scale is lowered.
 
-    hysteresis: an overflow lowers the scale only once `hysteresis` of them came since it last rose
+    hysteresis: an overflow lowers the scale only after `hysteresis` overflows since its last rise
     growth:     scale * growth after `growth_interval` steps without an overflow
     backoff:    max(scale * backoff, minimum)
 
@@ -28,7 +28,7 @@ from zerofx.kernels.pack import pack_grads_
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """How the scale moves; `growth_interval` 0 is a fixed scale."""
+    """Rule by which the scale changes; a `growth_interval` of 0 keeps it fixed."""
 
     initial: float
     growth_interval: int
@@ -39,9 +39,10 @@ class ScaleRule:
 
 
 class LossScaler:
-    """The scale of one model's backward passes, and how many steps were skipped.
+    """The scale of one model's backward passes, and the number of skipped steps.
 
-    scale: what the next backward multiplies by. num_skipped: optimizer steps without gradients.
+    scale: the factor of the next backward.
+    num_skipped: optimizer steps without gradients.
     """
 
     def __init__(self, rule: ScaleRule, device: torch.device) -> None:
@@ -57,21 +58,21 @@ class LossScaler:
             self._inverse = torch.ones(1, device=device)
 
     def begin(self, tangents: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Scale what a backward starts from."""
+        """Scale the gradients from which a backward starts."""
         self._inverse.fill_(1.0 / self.scale)
         return {leaf: tangent * self.scale for leaf, tangent in tangents.items()}
 
     def unscaled(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return gradients of inputs as the user is to see them."""
+        """Return gradients of inputs without the scale, as the user sees them."""
         return [g / self.scale for g in grads]
 
     def unscale(self, reduced: Tensor, out: Tensor) -> Tensor:
-        """Return `out`, which receives `reduced` divided by the scale; note any inf or NaN in it.
+        """Return `out`, set to `reduced` divided by the scale, and record any inf or NaN in it.
 
-        On a GPU a kernel of ours casts, divides and looks in one pass over memory.
+        On a GPU, one kernel casts, divides and checks in a single pass over memory.
 
-        Shapes: both flat; `out` in fp32 (fp16 would lose again what the scale has saved), or it may
-        be `reduced` itself.
+        Shapes: both flat. `out` is fp32 (fp16 would lose what the scale has saved), or `reduced`
+        itself.
         """
         if use_triton(out.device):
             stats = pack_grads_(out, [reduced], [0], scale=self._inverse)
@@ -83,17 +84,17 @@ class LossScaler:
         return out
 
     def take_flag(self) -> Tensor:
-        """Return whether this rank found an inf or a NaN (not 0.0) in what it unscaled, [1]."""
+        """Return and reset this rank's overflow flag, [1]: nonzero if it found an inf or a NaN."""
         flag, self._found = self._found, torch.zeros_like(self._found)
         return flag
 
     def note_backward(self, has_overflowed: bool) -> None:
-        """Take note of what all ranks found in a backward."""
+        """Record whether any rank found an overflow in a backward."""
         self._is_pending = True
         self.has_overflowed |= has_overflowed
 
     def note_step(self) -> None:
-        """Take note of an optimizer step: move the scale by what its backward passes found."""
+        """Record an optimizer step: adjust the scale by the result of its backward passes."""
         if not self._is_pending:
             return
         self._is_pending = False
@@ -117,7 +118,7 @@ class LossScaler:
             self.scale = max(self.scale * self.rule.backoff, self.rule.minimum)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs to go on alike."""
+        """Return the state that a resumed run needs to continue identically."""
         return {
             "scale": self.scale,
             "num_skipped": self.num_skipped,
@@ -126,7 +127,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the state that `state_dict` returned."""
+        """Restore the state that `state_dict` returned."""
         self.scale, self.num_skipped = float(state["scale"]), int(state["num_skipped"])
         self._num_good, self._patience = int(state["num_good"]), int(state["patience"])
         self.has_overflowed = self._is_pending = False

@@ -1,7 +1,7 @@
-"""A pipeline: this rank's stage run on one micro-batch after another, with what it sends between.
+"""Pipeline run: this rank's pipeline stage runs each micro-batch, with sends and receives between.
 
 A training call runs the whole schedule, forwards and backwards, and returns the mean of the
-micro-batches' losses on every rank. Its gradients wait until `loss.backward()` hands them out.
+micro-batches' losses on every rank. `loss.backward()` then hands out its gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerofx.runtime.step import Executable
 
 @dataclass(frozen=True)
 class Parcel:
-    """A value between two stages, as `ir.program.Wire` has it: from whom to whom, and its form."""
+    """A value sent between pipeline stages (see `ir.program.Wire`): source, targets and format."""
 
     name: str
     source: int
@@ -61,7 +61,7 @@ class OwnStage:
 
 
 class PipelineRun:
-    """Runs the calls of one program of a pipeline, all stages together."""
+    """Runs the calls of one program of a pipeline on this rank."""
 
     def __init__(self, executable: Executable, part: OwnStage) -> None:
         self.executable, self.part = executable, part
@@ -95,7 +95,7 @@ class PipelineRun:
         return [_Trained.apply(self, micro_batches, self._anchor.output)]
 
     def _gather_again(self, choices: set[str]) -> None:
-        """Gather the resident buckets again that are outdated on some rank of this stage."""
+        """Gather again the resident buckets that are stale on any rank of this stage."""
         for choice in choices:
             position, *buckets = map(int, choice.partition("=")[2].split())
             if position == self.part.position:
@@ -114,7 +114,7 @@ class PipelineRun:
         return found
 
     def _share(self, result: Parcel, outs: Sequence[Tensor]) -> Tensor:
-        """Give a result of one stage to all of them."""
+        """Send a result from the stage that has it to all stages."""
         if result.source == self.part.position:
             made = outs[self._leaves[result.output]]
             box = made.contiguous()
@@ -137,7 +137,7 @@ class PipelineRun:
                 for action, following in zip(order, [*order[1:], None], strict=True):
                     number = action.micro_batch
                     self._post(action)
-                    if following is not None:  # it receives while this action runs
+                    if following is not None:  # receive it while this action runs
                         self._post(following)
                     if action.graph == FORWARD:
                         outs, saved[number] = self._forward(
@@ -184,7 +184,7 @@ class PipelineRun:
             self._send(crossing, made[crossing.output], action)
 
     def _mean(self, losses: Mapping[int, Tensor], num: int) -> Tensor:
-        """Return the mean of the micro-batches' losses, which one stage has, on every rank."""
+        """Return on every rank the mean of the micro-batches' losses, which one stage has."""
         [result] = self.part.results
         if losses:
             mean = torch.stack([losses[i] for i in range(num)]).mean(0).contiguous()
@@ -194,7 +194,7 @@ class PipelineRun:
         return mean
 
     def _add_shared(self, grads: dict[str, Tensor]) -> None:
-        """Sum the gradients of parameters that several stages hold, in the order of the stages."""
+        """Sum the gradients of parameters that several stages hold, in stage order."""
         for name, positions in self.part.shared.items():
             if self.part.position not in positions:
                 continue
@@ -218,7 +218,7 @@ class PipelineRun:
 
     # -- transfers --------------------------------------------------------------------------------
     def _post(self, action: Action) -> None:
-        """Begin to receive what an action reads."""
+        """Start receiving the values that an action reads."""
         if action in self._receiving:
             return
         device, posted = self._engine.world.device, []
@@ -230,7 +230,7 @@ class PipelineRun:
         self._receiving[action] = posted
 
     def _take(self, action: Action) -> dict[int, Tensor]:
-        """Wait for what an action reads; return it by leaf."""
+        """Wait for the values that an action reads, and return them by leaf."""
         found: dict[int, Tensor] = {}
         for crossing, box, work in self._receiving.pop(action):
             work.wait()
@@ -258,18 +258,18 @@ class PipelineRun:
                 under_way.popleft()[0].wait()
 
     def forget(self) -> None:
-        """Drop what was under way when a call failed."""
+        """Drop the transfers that were in flight when a call failed."""
         self._sending.clear()
         self._receiving.clear()
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor's memory as flat bytes, so that transfers know no formats."""
+    """Return a contiguous tensor's memory as flat bytes, so that transfers need no dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 class _Trained(torch.autograd.Function):
-    """A training step that has run; its backward hands the gradients out."""
+    """A training step that has already run; its backward hands out the gradients."""
 
     @staticmethod
     def forward(ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
-"""Conversions of values over an axis of the mesh, as a rank makes them (see `ops.placed`).
+"""Layout conversions: how a rank converts values over an axis of the mesh (see `ops.placed`).
 
-Sums run in rank order, as all sums of zerofx do. Each takes plain tensors and gives a new one that
-is laid out in memory as its argument is. What sends is launched; `wait` returns the value.
+Sums run in rank order, like all sums in zerofx. Each function takes plain tensors and returns a new
+one with the same memory layout as its argument. Communication is launched; `wait` returns the
+value.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _flat(dense: Tensor) -> Tensor:
 
 
 def _like(x: Tensor, dim: int = 0, numerator: int = 1, denominator: int = 1) -> Tensor:
-    """Return memory laid out as `x` is, with a dimension so many times as large."""
+    """Return memory laid out like `x`, with dimension `dim` scaled by numerator / denominator."""
     shape = list(x.shape)
     if shape:
         shape[dim] = shape[dim] * numerator // denominator
@@ -46,10 +47,11 @@ def _like(x: Tensor, dim: int = 0, numerator: int = 1, denominator: int = 1) -> 
 
 
 class ValueFlight:
-    """A value on its way: `tensor` may be read only after `wait`.
+    """A value in flight: `tensor` may be read only after `wait`.
 
-    made: the tensor, or what makes it, which is called when the value has arrived. held: what is
-    sent, until then. fill: fills the tensor from what was received.
+    made: the tensor, or a function that creates it once the value has arrived.
+    held: the tensors being sent, kept alive until then.
+    fill: fills the tensor from the received data.
     """
 
     __slots__ = ("_fill", "_held", "_made", "work")
@@ -66,15 +68,15 @@ class ValueFlight:
 
     @property
     def tensor(self) -> Tensor | None:
-        """Where the value will lie, which is made for whoever asks before it has arrived."""
+        """The tensor that will hold the value; created early if read before the value arrives."""
         if callable(self._made):
             self._made = self._made()
         return self._made
 
     def wait(self) -> Tensor | None:
-        """Return the value as it lies now."""
+        """Wait for the value and return it."""
         self.work.wait()
-        self.work, self._held = DONE, None  # a transfer holds what it has sent
+        self.work, self._held = DONE, None  # a transfer keeps the sent tensors alive
         tensor, fill = self.tensor, self._fill
         if fill is not None and tensor is not None:
             fill(tensor)
@@ -83,13 +85,13 @@ class ValueFlight:
 
 
 def _parts_of(flat: Tensor, like: Tensor) -> list[Tensor]:
-    """Return views of flat memory, one after the other, each laid out as `like` is."""
+    """Return consecutive views of flat memory, each laid out like its counterpart in `like`."""
     return [each.as_strided(like.shape, like.stride()) for each in flat]
 
 
 @torch.no_grad()
 def reduce_values(engine: Any, x: Tensor, axis: str) -> ValueFlight:
-    """Launch the sum of all ranks' `x`."""
+    """Launch the all-reduce (sum) of `x`."""
     dense = in_order_of(x, x)
     out = _like(dense)
     label = "all-reduce of a value"
@@ -99,7 +101,7 @@ def reduce_values(engine: Any, x: Tensor, axis: str) -> ValueFlight:
 
 @torch.no_grad()
 def reduce_joined(engine: Any, xs: Sequence[Tensor], axis: str) -> ValueFlight:
-    """Launch the sums of all ranks' values, one behind the other, in one message."""
+    """Launch the sums of several values, concatenated in one message."""
     flat = torch.cat([x.reshape(-1) for x in xs])
     work = _axis(engine, axis).all_reduce(flat, 1.0, f"all-reduce of {len(xs)} values")
     return ValueFlight(flat, work, flat)
@@ -109,7 +111,7 @@ def reduce_joined(engine: Any, xs: Sequence[Tensor], axis: str) -> ValueFlight:
 def scatter_values(
     engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
 ) -> ValueFlight:
-    """Launch the sum of all ranks' `x`, of which this rank gets its part."""
+    """Launch the reduce-scatter of `x`: the sum over all ranks, of which each gets its part."""
     cut, label = Cut(dim, groups), "reduce-scatter of a value"
     like = _like(x, dim, 1, ranks)
     if leads(x, cut):
@@ -126,7 +128,7 @@ def scatter_values(
 def gather_values(
     engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
 ) -> ValueFlight:
-    """Launch the gather of the whole value of which `x` is this rank's part."""
+    """Launch the all-gather of the value of which `x` is this rank's part."""
     cut, label = Cut(dim, groups), "all-gather of a value"
     dense = in_order_of(x, x)
     line = _axis(engine, axis)
@@ -152,7 +154,7 @@ def swap_values(
     to_groups: int,
     ranks: int,
 ) -> ValueFlight:
-    """Launch the way of what is cut along `dim` to where it is cut along `to_dim`."""
+    """Launch the all-to-all that turns a value cut along `dim` into one cut along `to_dim`."""
     cut = Cut(dim, groups)
     sends = [part(x, Cut(to_dim, to_groups), rank, ranks) for rank in range(ranks)]
     receives = [torch.empty_like(each) for each in sends]
@@ -175,12 +177,12 @@ def joined_value(engine: Any, flat: Tensor, number: int, offset: int, shape: lis
 
 @torch.no_grad()
 def part_of(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Tensor:
-    """Return this rank's part of a value that is whole on every rank."""
+    """Return this rank's part of a value that every rank holds whole."""
     return part(x, Cut(dim, groups), _axis(engine, axis).rank, ranks)
 
 
 def _own_ids(engine: Any, ids: Tensor, axis: str, rows: int) -> tuple[Tensor, Tensor]:
-    """Return which ids are of this rank's rows, and their numbers there (0 for the others)."""
+    """Return a mask of the ids in this rank's rows, and their local indices (0 for the others)."""
     own = ids - _axis(engine, axis).rank * rows
     inside = (own >= 0) & (own < rows)
     return inside, torch.where(inside, own, 0)
@@ -188,7 +190,7 @@ def _own_ids(engine: Any, ids: Tensor, axis: str, rows: int) -> tuple[Tensor, Te
 
 @torch.no_grad()
 def embedding_rows(engine: Any, table: Tensor, ids: Tensor, axis: str, rows: int) -> Tensor:
-    """Return the rows of a table of which this rank has `rows`: zeros for those of other ranks."""
+    """Look up ids in a table of which this rank has `rows` rows: zeros for rows of others."""
     inside, own = _own_ids(engine, ids, axis, rows)
     return torch.embedding(table, own).mul_(inside.unsqueeze(-1))
 
@@ -197,8 +199,8 @@ def embedding_rows(engine: Any, table: Tensor, ids: Tensor, axis: str, rows: int
 def embedding_rows_backward(
     engine: Any, grad: Tensor, ids: Tensor, axis: str, rows: int, padding: int
 ) -> Tensor:
-    """Return the gradient of this rank's rows; those of the id `padding` get none."""
+    """Return the gradient of this rank's rows; rows of the id `padding` get none."""
     inside, own = _own_ids(engine, ids, axis, rows)
-    own = torch.where(inside & (ids != padding), own, rows)  # into a row behind
+    own = torch.where(inside & (ids != padding), own, rows)  # into an extra row at the end
     full = torch.ops.aten.embedding_dense_backward(grad, own, rows + 1, -1, False)
     return full[:rows].contiguous()

@@ -1,4 +1,4 @@
-"""A notice that the job has to end soon, which all ranks hear of at the same step."""
+"""Preemption: a notice that the job must end soon, seen by all ranks at the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerofx.errors import ArgumentError
 
 
 class Preemption:
-    """Tells a training loop that the job has been asked to end, so that it saves and leaves.
+    """Tells a training loop that the job has been asked to end, so that it can save and exit.
 
         preemption = zerofx.Preemption(model)
         for step in range(first, steps):
@@ -24,12 +24,12 @@ class Preemption:
                 zerofx.save("run", model, optimizer, {"step": step}, step=step)
                 break
 
-    SIGTERM is what torchrun passes on to its ranks when it is asked to end, SLURM and Kubernetes
-    send before they kill, and what `kill` sends. It reaches ranks at different times; the loop ends
-    at one step on all of them. A second signal ends the process as it would without this.
+    torchrun forwards SIGTERM to its ranks when it is asked to end. SLURM and Kubernetes send it
+    before they kill a job, and `kill` sends it by default. It reaches ranks at different times, but
+    the loop ends at the same step on all of them. A second signal ends the process as usual.
 
-    model: what `zerofx.compile` returned.
-    signals: what to listen to.
+    model: the result of `zerofx.compile`.
+    signals: the signals to listen to.
 
     Raises:
         ArgumentError: the model is not compiled, or this is not the main thread of the process.
@@ -43,12 +43,12 @@ class Preemption:
         if not isinstance(world, World):
             raise ArgumentError(
                 f"zerofx.Preemption was given a {type(model).__name__} that is not compiled. Give "
-                "what zerofx.compile returned"
+                "it the result of zerofx.compile."
             )
         if threading.current_thread() is not threading.main_thread():
             raise ArgumentError(
                 "zerofx.Preemption was called in a thread. Python handles signals in the main "
-                "thread: call it there"
+                "thread. Call it there."
             )
         self._world = world
         self._is_here = False
@@ -58,10 +58,10 @@ class Preemption:
             self._before[number] = signal.signal(number, self._note)
 
     def is_requested(self) -> bool:
-        """Return, on all ranks alike, whether any of them has been asked to end.
+        """Return whether any rank has been asked to end; the answer is the same on all ranks.
 
-        A collective call that costs no collective: ranks look at each other's note, as before each
-        call of the model.
+        Call it on all ranks. It launches no collective: ranks read each other's notes, as they do
+        before each call of the model.
         """
         if not self._is_known:
             is_well = self._world.all_well("zerofx.Preemption.is_requested", not self._is_here)
@@ -69,7 +69,7 @@ class Preemption:
         return self._is_known
 
     def close(self) -> None:
-        """Give the signals back to whoever had them."""
+        """Restore the previous signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

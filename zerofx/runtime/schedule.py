@@ -1,7 +1,7 @@
-"""The face of the engine: what an emitted `schedule.py` may call as `rt.<name>`.
+"""Schedule protocol: the calls that an emitted `schedule.py` may make as `rt.<name>`.
 
-A schedule only calls these. The engine answers them on a rank; `codegen.load_calls.Calls` answers
-them with nodes of a graph when a schedule is read back; a recording times them.
+A schedule calls nothing else. The engine implements the calls on a rank. `codegen.load_calls.Calls`
+turns them into graph nodes when a schedule is read back, and a recording times them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerofx.layout.buckets import Bucket
 
 
 class InFlight(Protocol):
-    """What a launch returns: `wait` ends the transfer and returns what it delivered."""
+    """The result of a launch; `wait` ends the transfer and returns its result."""
 
     def wait(self) -> Any: ...
 
@@ -24,27 +24,27 @@ class InFlight(Protocol):
 class Schedule(Protocol):
     """The calls of a schedule, for one model on one rank.
 
-    Buckets are named by their number, a slot by its number or -1 for memory of the call's own, and
-    parameters by their positions in their bucket. A launch's result may be read after `wait` only.
+    A bucket is given by its number, a slot by its number (-1 allocates new memory), and parameters
+    by their positions in their bucket. The result of a launch may be read only after `wait`.
     """
 
     def all_gather(self, shard: Tensor, bucket: int, slot: int = -1) -> InFlight:
         """Launch the all-gather of a bucket into a slot."""
 
     def refresh(self, shard: Tensor, bucket: int) -> InFlight:
-        """Launch the all-gather of a bucket that stays, if its copy is stale."""
+        """Launch the all-gather of a resident bucket if its copy is stale."""
 
     def resident(self, shard: Tensor, bucket: int) -> Tensor:
-        """Return the copy that stays, as this step's forward left it."""
+        """Return the resident copy, as this step's forward left it."""
 
     def wait(self, flight: Any) -> Any:
-        """Wait for a launch and return what it delivered."""
+        """Wait for a launch and return its result."""
 
     def unpack(self, full: Tensor, bucket: int, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return views of the parameters at these positions of a gathered bucket."""
 
     def release(self, full: Tensor, slot: int = -1) -> None:
-        """Give a gathered bucket's slot back."""
+        """Return a gathered bucket's slot to the pool."""
 
     def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
         """Return the flat buffer into which a bucket's gradients are packed."""
@@ -58,67 +58,67 @@ class Schedule(Protocol):
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum."""
 
     def all_reduce(self, buffer: Tensor, bucket: int, scale: float) -> InFlight:
-        """Launch it where nothing is sharded: the slice is the whole bucket."""
+        """Launch the reduction of an unsharded bucket: the slice is the whole bucket."""
 
     def reduce_scatter_rows(
         self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
     ) -> InFlight:
-        """Launch the reduction of a table of which only these rows may be other than zero."""
+        """Launch the reduction of a table of which only these rows may be nonzero."""
 
     def all_reduce_rows(
         self, buffer: Tensor, bucket: int, scale: float, indices: Sequence[Tensor]
     ) -> InFlight:
-        """Launch it where nothing is sharded."""
+        """Launch the reduction by rows of an unsharded table."""
 
     def store_grad(self, reduced: Tensor | None, bucket: int) -> None:
-        """Give a reduced slice to p.grad; None for one that no_sync puts off."""
+        """Store a reduced slice in p.grad; None for a reduction that no_sync postpones."""
 
     def update(self, shard: Tensor, bucket: int) -> None:
         """Run the optimizer over a bucket's shard, in place."""
 
     def offload(self, x: Tensor) -> InFlight:
-        """Launch a value's copy to host memory."""
+        """Launch the copy of a value to host memory."""
 
     def reload(self, host: Tensor) -> InFlight:
-        """Launch its copy back to the device."""
+        """Launch the copy of an offloaded value back to the device."""
 
     def write_out(self, host: Tensor, name: str) -> InFlight:
-        """Launch the way of a value on the host on to NVMe."""
+        """Launch the write of a value in host memory to NVMe."""
 
     def read_back(self, stored: Any) -> InFlight:
-        """Launch the way of a value on NVMe back to the host."""
+        """Launch the read of a value on NVMe back into host memory."""
 
     def reload_shard(self, shard: Tensor, bucket: int, slot: int = -1) -> InFlight:
-        """Launch a shard's copy to the device, into a slot."""
+        """Launch the copy of a shard to the device, into a slot."""
 
     def refresh_shard(self, shard: Tensor, bucket: int) -> InFlight:
-        """Launch it for a copy that stays, if that is stale."""
+        """Launch the copy of a resident shard to the device, if its copy is stale."""
 
     def read_shard(self, shard: Tensor, bucket: int) -> InFlight:
-        """Launch a shard's read from NVMe into host memory."""
+        """Launch the read of a shard from NVMe into host memory."""
 
     def offload_grad(self, reduced: Tensor | None, bucket: int) -> InFlight:
-        """Launch a reduced slice's copy to where its shard lives."""
+        """Launch the copy of a reduced slice to the tier where its shard lives."""
 
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return rank 0's values of these tensors on every rank."""
 
 
-# -- methods of ops that are declared outside of zerofx --------------------------------------------
+# -- methods of ops declared outside of zerofx --------------------------------------------
 _ADDED: dict[str, Callable[..., Any]] = {}
 
 
 def add_method(name: str, method: Callable[..., Any]) -> None:
-    """Let every engine answer `rt.<name>(...)` with `method(engine, ...)`."""
+    """Make every engine implement `rt.<name>(...)` as `method(engine, ...)`."""
     _ADDED[name] = method
 
 
 def added_method(name: str) -> Callable[..., Any] | None:
-    """Return the method that was added under a name."""
+    """Return the method that was added under this name, if any."""
     return _ADDED.get(name)
 
 
-# -- A collective of one bucket, on its way -------------------------------------------------------
+# -- A collective of one bucket, in flight - -------------------------------------------------------
 
 
 def full_name(bucket: Bucket) -> str:
@@ -143,7 +143,7 @@ class Flight:
         self.bucket = bucket
 
     def wait(self) -> Tensor | None:
-        """Return what was delivered (None for a reduction that was put off)."""
+        """Wait, and return the result (None for a postponed reduction)."""
         if self.work is not None:
             self.work.wait()
             self.work = None

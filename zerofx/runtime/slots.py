@@ -1,4 +1,4 @@
-"""Slots: fixed places in memory for what a schedule gathers and reduces."""
+"""Slots: fixed places in memory for gathered buckets and gradient buffers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class SlotPool:
-    """Byte buffers, made once, that gathered buckets and gradient buffers take turns in.
+    """Byte buffers, allocated once, that gathered buckets and gradient buffers share in turn.
 
-    A slot holds data within one program call only. With `poison`, what is given back is filled
-    with NaN, so that a read behind a release cannot go unseen.
+    A slot holds data only within one program call. With `poison`, a returned slot is filled with
+    NaN, so that a read after its release does not go unnoticed.
     """
 
     def __init__(self, device: torch.device, poison: bool = False) -> None:
@@ -25,9 +25,9 @@ class SlotPool:
         self._typed: dict[tuple[int, int, torch.dtype], Tensor] = {}
 
     def reserve(self, sizes: Sequence[int]) -> bool:
-        """Grow the pool so that slot i holds at least sizes[i] bytes; say whether one moved.
+        """Grow the pool so that slot i holds at least sizes[i] bytes; return whether a slot moved.
 
-        Only between calls: what a moved slot held is gone.
+        Call it only between calls of a program, because a moved slot loses its contents.
         """
         moved = False
         for i, size in enumerate(sizes):
@@ -48,7 +48,7 @@ class SlotPool:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The bytes of each slot, asleep or not."""
+        """The size of each slot in bytes, whether freed by `rest` or not."""
         return tuple(b.numel() for b in self._bytes)
 
     @property
@@ -56,7 +56,7 @@ class SlotPool:
         return sum(self.sizes)
 
     def clear(self) -> None:
-        """Forget all slots. Only between calls: what they held is gone."""
+        """Forget all slots. Call it only between calls of a program, as their contents are lost."""
         self.moves += 1
         self._bytes.clear()
         self._asleep.clear()
@@ -64,7 +64,7 @@ class SlotPool:
         self._owned.clear()
 
     def take(self, slot: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return `numel` elements at the slot's place; slot -1 is memory of the call's own."""
+        """Return `numel` elements in the slot; slot -1 allocates new memory."""
         if slot < 0:
             return torch.empty(numel, dtype=dtype, device=self.device)
         if slot in self._asleep:
@@ -74,20 +74,20 @@ class SlotPool:
         tensor = self._typed.get(key)
         if tensor is None:
             assert slot < len(self._bytes), f"slot {slot} was not reserved"
-            with torch.inference_mode(False):  # where this would be a tensor of that mode
+            with torch.inference_mode(False):  # the slot would be an inference tensor otherwise
                 tensor = self._bytes[slot][: numel * dtype.itemsize].view(dtype)
             self._typed[key] = tensor
             self._owned.add(id(tensor))
         return tensor
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether this very tensor is what `take` returns for a slot in every step."""
+        """Return whether this tensor is the one that `take` returns for a slot in every step."""
         return id(tensor) in self._owned
 
     def rest(self, frees: Callable[[int, int], bool]) -> None:
-        """Free slots until they are next taken: those for whose number and bytes `frees` holds.
+        """Free the slots for whose number and size in bytes `frees` returns true, until next taken.
 
-        Only between calls.
+        Call it only between calls of a program.
         """
         for slot, buffer in enumerate(self._bytes):
             if slot not in self._asleep and frees(slot, buffer.numel()):
@@ -95,6 +95,6 @@ class SlotPool:
                 self._asleep.add(slot)
 
     def give(self, slot: int, tensor: Tensor) -> None:
-        """Take back what a slot held."""
+        """Take back the contents of a slot."""
         if self.poison and tensor.is_floating_point():
             tensor.fill_(float("nan"))

@@ -1,4 +1,4 @@
-"""Run an emitted program by itself: one process that stands for all ranks, made-up values."""
+"""Standalone run: an emitted program in one process that simulates all ranks."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from zerofx.runtime.tensors.piece import Ledger
 
 
 class LoopbackAxis(Axis):
-    """Every rank of the axis is taken to hold what this one holds."""
+    """An axis on which every rank is assumed to hold the same data as this one."""
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
-        out.view(self.size, -1).copy_(shard.clone())  # which may lie in `out`
+        out.view(self.size, -1).copy_(shard.clone())  # the shard may be part of `out`
         return DONE
 
     def reduce_scatter(
@@ -50,7 +50,7 @@ class LoopbackAxis(Axis):
 
 
 class LooseStore:
-    """Shards without a model behind them."""
+    """Shards without a model."""
 
     epoch = writes = 0
     updates = None
@@ -64,7 +64,7 @@ class LooseStore:
 
 
 class LooseGrads:
-    """Their gradients, kept by bucket."""
+    """Gradients of these shards, kept by bucket."""
 
     def __init__(self, layout: Layout, shards: list[Tensor]) -> None:
         self.layout, self.shards = layout, shards
@@ -83,18 +83,18 @@ class LooseGrads:
         self.arrived[bucket] = self._targets[bucket]
 
     def abandon(self) -> None:
-        """Forget gradients on their way."""
+        """Forget gradients in flight."""
         self._targets.clear()
 
     def prepare_update(self, bucket: int) -> None:
-        """Begin what an update needs: nothing, there is no optimizer."""
+        """Prepare an update: nothing to do, since there is no optimizer."""
 
     def may_update_beside(self, names: Collection[str]) -> bool:
-        """Tell whether an update may run on another thread: here all run where they are called."""
+        """Return whether an update may run on another thread: never, updates run inline here."""
         return False
 
     def take_update(self, bucket: int, names: Collection[str]) -> Callable[[], None]:
-        """Return a plain gradient step: there is no optimizer."""
+        """Return a plain gradient step, since there is no optimizer."""
         taken = self._targets.pop(bucket)
 
         def update() -> None:
@@ -104,7 +104,7 @@ class LooseGrads:
 
 
 def run_standalone(schedule_file: str) -> None:
-    """Run the schedule's forward (and backward) once, in one process, and say what came out."""
+    """Run the schedule's forward (and backward) once, in one process, and report the results."""
     module: Any = sys.modules["__main__"]
     facts = json.loads((Path(schedule_file).parent / "fingerprint.json").read_text())
     layout = layout_from_facts(facts["layout"])
@@ -136,7 +136,7 @@ def _placeholders(
 ) -> tuple[dict[int, Tensor], dict[str, Tensor], dict[int, Tensor]]:
     """Return made-up inputs, buffers and tangents of the recorded shapes.
 
-    sizes: values for the sizes that vary, of which shapes and strides may have expressions.
+    sizes: values of the dynamic sizes that may appear in shapes and strides as expressions.
     """
 
     def numbers(written: list[Any]) -> list[int]:

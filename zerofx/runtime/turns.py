@@ -1,14 +1,15 @@
 """Turns: ranks whose code calls different programs launch each program's collectives together.
 
-Where a forward runs eagerly, it may call a program on one rank and not on another (layer drop, an
-expert without tokens). So each rank says which program it is about to run, before it launches
-anything. The same on all ranks: they run it. If not, the smallest text has its turn, and the ranks
-that did not mean to run it take part: they send their shards, take gradients of zero, and keep
-nothing. A rank at the end of its forward, or of its backward, takes part until all have come there.
+If a forward runs eagerly, it may call a program on one rank and not on another (layer drop, an
+expert without tokens). So each rank announces the program it is about to run before it launches
+anything. If the announcements are equal on all ranks, they run it. Otherwise the smallest text
+takes its turn, and ranks that announced something else take part: they send their shards,
+contribute zero gradients, and keep nothing. A rank at the end of its forward, or of its backward,
+takes part until all ranks have arrived there.
 
-What a rank says contains all that taking part needs: the collectives of the program, in order.
-Before a backward ranks also tell each other which parameters they have gradients for: those get one
-on every rank, since each holds a part of them.
+An announcement contains everything that taking part needs: the collectives of the program, in
+order. Before a backward, ranks also exchange which parameters they have gradients for. Those
+parameters get a gradient on every rank, since each rank holds a part of them.
 """
 
 from __future__ import annotations
@@ -31,15 +32,16 @@ if TYPE_CHECKING:
 
 GATHER, REFRESH, REDUCE, SYNC = "gather", "refresh", "reduce", "sync"
 ADDED, RETURNED, DISCARDED = "added to p.grad", "returned", "of inputs only"
-_MOST = 3000  # characters of what a rank says (the board's entries hold no more)
-_LAST = "~end"  # behind every other text
+_MOST = 3000  # characters per announcement (the board's entries hold no more)
+_LAST = "~end"  # sorts after every other text
 
 
 @dataclass(frozen=True)
 class Share:
-    """One collective of a program: its kind, the bucket, and what else taking part needs.
+    """One collective of a program: its kind, its bucket, and the data needed to take part in it.
 
-    positions: of the parameters whose gradients are reduced. scale: of the reduction.
+    positions: of the parameters whose gradients are reduced.
+    scale: of the reduction.
     names: the buffers that follow rank 0.
     """
 
@@ -78,30 +80,30 @@ class Turns:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.buffers: Callable[[], dict[str, Tensor]] = dict
-        self._depth = 0  # of forwards that run eagerly
+        self._depth = 0  # nesting depth of forwards that run eagerly
         self._count = 0  # programs run so far by any rank
-        self._backward = -1  # the backward whose end is waited for
+        self._backward = -1  # the backward whose end ranks wait for
 
     @property
     def are_taken(self) -> bool:
-        """Whether programs that are called now may differ from rank to rank."""
+        """Whether programs called now may differ between ranks."""
         if self._engine.world.size == 1:
             return False
         return self._depth > 0 or (self._backward != -1 and self._backward == backward_number())
 
     @property
     def is_forward(self) -> bool:
-        """Whether a forward that runs eagerly is under way."""
+        """Whether a forward that runs eagerly is in progress."""
         return self._depth > 0
 
     @property
     def is_outermost(self) -> bool:
-        """Whether the forward that runs eagerly was called by none that does."""
+        """Whether no other eager forward encloses this one."""
         return self._depth == 1
 
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
-        """Let ranks call different programs inside; all come to the end together."""
+        """Let ranks call different programs inside the block; all ranks reach its end together."""
         self._depth += 1
         try:
             yield
@@ -113,19 +115,19 @@ class Turns:
             self._wait(_LAST)
 
     def forward(self, label: str, shares: str) -> int:
-        """Return, once it is this program's turn, the number that its backward names."""
+        """Wait for this program's turn, and return the number that its backward refers to."""
         self._wait(f"forward of {label}/{shares}")
         self._count += 1
         return self._count
 
     def share_buffers(self, label: str, names: tuple[str, ...]) -> None:
-        """Give every rank rank 0's values of these buffers, which code has updated here."""
+        """Copy rank 0's values of these buffers, which user code has updated, to every rank."""
         share = Share(SYNC, names=names)
         self.forward(f"buffers of {label}", str(share))
         self._sync(share)
 
     def begin_backward(self) -> None:
-        """Let ranks run different programs until the end of the backward that runs now."""
+        """Let ranks run different programs until the end of the running backward."""
         task = backward_number()
         if self._engine.world.size > 1 and task not in (-1, self._backward):
             self._backward = task
@@ -134,10 +136,11 @@ class Turns:
     def backward(
         self, number: int, label: str, shares: str, wish: str, given: frozenset[str] | None
     ) -> frozenset[str]:
-        """Return, once it is this program's turn, the parameters that get a gradient on any rank.
+        """Wait for this program's turn; return the parameters that get a gradient on any rank.
 
-        wish: what backward was called for (`ADDED`, ...). given: the parameters that this rank has
-            gradients for, None for all that the program reduces.
+        wish: the purpose of the backward (`ADDED`, ...).
+        given: the parameters that this rank has gradients for; None means all that the program
+            reduces.
         """
         self.begin_backward()
         self._wait(f"{10**9 - number} backward of {label}/{shares}")
@@ -146,19 +149,22 @@ class Turns:
     def _agree_on_wish(
         self, shares: str, wish: str, given: frozenset[str] | None
     ) -> tuple[str, frozenset[str]]:
-        """Return what the ranks that run a backward want of it, and for which parameters.
+        """Return the purpose of a backward and its parameters, as agreed by the ranks that run it.
 
         wish: "" on a rank that only takes part.
         """
         names = self._reduced(shares)
         bits = sum(1 << i for i, n in enumerate(names) if given is None or n in given)
         said = self._engine.world.agree_but_for(
-            "what a backward is to give", "", f"wish={wish}:{bits:x}"
+            "purpose of a backward", "", f"wish={wish}:{bits:x}"
         )
         found = [each.partition("=")[2].partition(":") for each in sorted(said)]
         wishes = {wish for wish, _, _ in found if wish}
         if len(wishes) > 1:
-            raise DesyncError(f"ranks want different things of one backward: {sorted(wishes)}")
+            raise DesyncError(
+                f"ranks request different results of one backward: {sorted(wishes)}. Call backward "
+                "alike on all ranks."
+            )
         received = 0
         for _, _, each in found:
             received |= int(each, 16)
@@ -179,16 +185,16 @@ class Turns:
         self._wait(_LAST)
 
     def _wait(self, mine: str) -> None:
-        """Take part in other programs until all ranks run this one, or have its turn."""
+        """Take part in other programs until all ranks announce this one, or it has its turn."""
         if len(mine) > _MOST:
             raise DesyncError(
-                f"{mine[:80]}...: it takes part in more collectives than ranks can tell each other "
-                "of, so that ranks cannot run different parts of this model. Give "
-                "Plan(bucket_bytes=...) more, so that there are fewer"
+                f"{mine[:80]}...: it takes part in more collectives than ranks can announce to "
+                "each other, so ranks cannot run different parts of this model. Raise "
+                "Plan.bucket_bytes, so that there are fewer."
             )
         world = self._engine.world
         while True:
-            found = world.agree_but_for("what runs next", "", f"next={mine}")
+            found = world.agree_but_for("choice of the next program", "", f"next={mine}")
             turn = min(each.partition("=")[2] for each in found)
             if turn == mine:
                 return
@@ -202,7 +208,7 @@ class Turns:
         is_backward = " backward of " in f" {what}"
         engine, gradients = self._engine, self._engine.gradients
         apart: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        before = gradients.discards, gradients.asked  # of a backward of this rank's that waits
+        before = gradients.discards, gradients.asked  # of a backward of this rank that is waiting
         if not is_backward:
             self._count += 1
         else:

@@ -1,4 +1,4 @@
-"""Views that take a flat buffer apart: made once for each place in memory, reused every step."""
+"""Views of flat buffers: created once for each place in memory and reused in every step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from zerofx.layout.buckets import Layout
 class BucketViews:
     """The parameters in a bucket's flat buffer, and the padding between them.
 
-    is_lasting: tells whether a buffer is the same tensor every step, so that its views can be kept.
+    is_lasting: returns whether a buffer is the same tensor in every step, so that its views can be
+        kept.
     """
 
     def __init__(self, layout: Layout, is_lasting: Callable[[Tensor, int], bool]) -> None:
@@ -22,7 +23,7 @@ class BucketViews:
         self._views: dict[tuple, tuple[Tensor, ...]] = {}
         # bucket and positions -> shape, strides and offset of each view
         self._taken: dict[tuple[int, tuple[int, ...]], list[tuple]] = {}
-        self._ranges: dict[int, list[tuple[int, int]]] = {}  # bucket -> where its padding lies
+        self._ranges: dict[int, list[tuple[int, int]]] = {}  # bucket -> the ranges of its padding
 
     def params(self, full: Tensor, bucket: int, positions: tuple[int, ...]) -> tuple[Tensor, ...]:
         """Return views for the parameters at these positions in the bucket."""
@@ -68,7 +69,7 @@ class BucketViews:
             self._views[key] = views
 
     def clear(self) -> None:
-        """Forget all views: a buffer has moved."""
+        """Forget all views, because a buffer has moved."""
         self._views.clear()
 
 

@@ -483,7 +483,7 @@ def test_what_is_compiled_is_captured_and_refused() -> None:
     _, model = pair()
     program = zerofx.capture(model, (X,))
     assert program.model_name == "Model" and not model.programs
-    with pytest.raises(ShardError, match="Model that is compiled already"):
+    with pytest.raises(ShardError, match="Model that is already compiled"):
         zerofx.compile(model, ATEN)
     with pytest.raises(ArgumentError, match=r"Call zerofx\.compile"):
         zerofx.CompiledModule(model, None, None)  # type: ignore[arg-type]

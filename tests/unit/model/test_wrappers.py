@@ -113,7 +113,7 @@ def test_wrappers_are_refused_by_name(pool: Pool) -> None:
             assert (
                 "pass the plain module" in text
                 or "build the model again" in text
-                or ("drop " in text and "train the compiled model as it is" in text)
+                or ("Drop " in text and "train the compiled model as it is" in text)
             )
 
 

@@ -144,14 +144,14 @@ class Eighth(nn.Module):
 
 def test_a_format_that_cannot_be_summed() -> None:
     with pytest.raises(
-        ShardError, match=r"^weight is torch.float8_e4m3fn, of which no backend sums"
+        ShardError, match=r"^weight is torch.float8_e4m3fn, whose gradients no backend can sum"
     ):
         zerofx.compile(Eighth(True), {"kernels": "aten"})
     frozen = zerofx.compile(Eighth(False), {"kernels": "aten"})
     frozen(torch.ones(2, 8)).backward()
     frozen.weight.requires_grad_(True)
     with pytest.raises(
-        ShardError, match=r"^weight is torch.float8_e4m3fn, of which no backend sums"
+        ShardError, match=r"^weight is torch.float8_e4m3fn, whose gradients no backend can sum"
     ):
         frozen(torch.ones(2, 8))
 

@@ -68,7 +68,7 @@ def test_a_source_is_held_until_its_wait() -> None:
 def test_a_second_wait_is_a_bug() -> None:
     copy = HostTier(CPU).offload(torch.ones(4))
     copy.wait()
-    with pytest.raises(AssertionError, match="waited for before"):
+    with pytest.raises(AssertionError, match="already waited for"):
         copy.wait()
 
 

@@ -194,5 +194,5 @@ def test_compile_from_meta(pool: Pool, tmp_path: Path) -> None:
     save_file({"scale": torch.ones(4)}, tmp_path / "little.safetensors")
     with torch.device("meta"):
         bare = Bare()
-    with pytest.raises(ShardError, match="shift is on meta and its module the model"):
+    with pytest.raises(ShardError, match="shift is on meta, and its module the model"):
         zerofx.compile(bare, {"kernels": "aten"}, weights=tmp_path / "little.safetensors")

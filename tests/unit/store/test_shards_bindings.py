@@ -67,7 +67,7 @@ def _add_weights(model: Any) -> None:
 
 
 CHANGES = {
-    _replace: r"first: another module, a Linear, was put there",
+    _replace: r"first: another module, a Linear, was put in its place",
     _replace_item: r"seq.1: another module, a Linear",
     _delete_item: r"layers.2: the Linear there was removed",
     _swap: r"layers.0: another module",

@@ -108,11 +108,11 @@ def test_old_parameters_are_freed_with_the_model_and_need_no_collector() -> None
 def test_what_cannot_be_laid_out_is_named() -> None:
     world = World.single()
     lazy = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(ShardError, match=r"0.weight is a lazy parameter.*run the model once"):
+    with pytest.raises(ShardError, match=r"0.weight is a lazy parameter.*Run the model once"):
         ShardStore.build(lazy, layout_of(small_model(), world), world)
     model = small_model()
     model[1].bias.grad = torch.ones(7)
-    with pytest.raises(ShardError, match=r"1.bias has a gradient already.*zero_grad"):
+    with pytest.raises(ShardError, match=r"1.bias already has a gradient.*zero_grad"):
         build(model, world)
 
     def twice(model: nn.Module, store: ShardStore, world: World) -> None:

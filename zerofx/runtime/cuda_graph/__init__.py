@@ -1,1 +1,1 @@
-"""Forwards and backwards recorded once and replayed in the same memory."""
+"""CUDA graphs: forwards and backwards recorded once and replayed in the same memory."""

@@ -1,9 +1,9 @@
-"""Whole forwards and backwards, recorded once and then replayed in the same memory.
+"""Recorded programs: whole forwards and backwards, recorded once and replayed in the same memory.
 
 A replay launches the recorded kernels on the recorded addresses and runs nothing on the host. So
-what the host does in a call is done beside it, and what decides where a call reads and writes is
-its state: each state is recorded by itself, the second time that it is seen (the first run warms
-up). Calls that a replay would be wrong for run as they would without recording.
+the host part of a call is done outside the replay. Everything that decides where a call reads and
+writes forms its state. Each state is recorded separately, the second time that it occurs (the first
+run warms up). Calls for which a replay would be wrong run without recording.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.step import Contract
 from zerofx.runtime.tensors.tensor import local_of
 
-# -- Tensors that keep their place: filled before each replay, read and copied out after it --------
+# -- Tensors at fixed addresses: filled before each replay, read and copied out after it -- --------
 
 
 def blank_like(value: Any) -> Any:
-    """Return a tensor of the same shape, strides and dtype in memory of its own; others as is."""
+    """Return a new tensor with the same shape, strides and dtype; return other values unchanged."""
     if not isinstance(value, Tensor):
         return value
-    with torch.inference_mode(False):  # it outlives the mode that first asked for it
+    with torch.inference_mode(False):  # the tensor outlives the mode of its first use
         return torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
 
 
 def fill(places: Iterable[Any], values: Iterable[Any]) -> None:
-    """Copy tensors into those that `blank_like` made of such."""
+    """Copy tensors into those that `blank_like` created for them."""
     for place, value in zip(places, values, strict=True):
         if isinstance(place, Tensor):
             _each_cell_once(place).copy_(_each_cell_once(value.detach()))
 
 
 def _each_cell_once(tensor: Tensor) -> Tensor:
-    """Return a view in which no two elements share memory, as those of an expanded tensor do."""
+    """Return a view in which no two elements share memory, unlike those of an expanded tensor."""
     if tensor.numel() == 0:
         return tensor
     reach = 0
@@ -58,18 +58,19 @@ def _each_cell_once(tensor: Tensor) -> Tensor:
 
 
 class Results:
-    """What a recording returns, given out in memory that no later replay writes to.
+    """The results of a recording, returned in memory that no later replay writes to.
 
-    A result in an input's memory becomes the same view of the caller's own input, one in `lasting`
-    memory (parameters, buffers) stays there. All others are copied; those that share memory still
-    do in the copy.
+    A result in an input's memory becomes the same view of the caller's own input. A result in
+    `lasting` memory (parameters, buffers) stays there. All others are copied; results that share
+    memory still share it in the copy.
     """
 
     def __init__(self, results: Sequence[Any], inputs: Sequence[Any], lasting: Sequence[Tensor]):
         self._results, self._inputs = list(results), list(inputs)
         homes = {storage_identity(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
         kept = {storage_identity(t) for t in lasting}
-        self._of_inputs: list[tuple[int, int]] = []  # position of a result, of the input it views
+        # Positions of a result and of the input it views.
+        self._of_inputs: list[tuple[int, int]] = []
         self._lasting: list[int] = []
         groups: dict[tuple[int, torch.dtype], list[int]] = {}
         for position, result in enumerate(results):
@@ -86,7 +87,7 @@ class Results:
         self._groups = list(groups.values())
 
     def give_out(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the results for a caller who gave these inputs."""
+        """Return the results for a caller who passed these inputs."""
         given = list(self._results)
         for position, home in self._of_inputs:
             given[position] = self._view_of(inputs[home], self._inputs[home], given[position])
@@ -107,7 +108,7 @@ class Results:
 
 
 def _copies(together: Sequence[Tensor]) -> list[Tensor]:
-    """Copy tensors that lie in one storage, keeping where they lie relative to each other."""
+    """Copy tensors that share one storage, preserving their relative offsets."""
     start = min(t.storage_offset() for t in together)
     stop = max(t.storage_offset() + _extent(t) for t in together)
     flat = together[0].as_strided((stop - start,), (1,), start).clone()
@@ -115,7 +116,7 @@ def _copies(together: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return how many elements of its storage a tensor reaches over."""
+    """Return how many elements of its storage a tensor spans."""
     if tensor.numel() == 0:
         return 0
     return 1 + sum(
@@ -123,15 +124,15 @@ def _extent(tensor: Tensor) -> int:
     )
 
 
-# -- One recorded forward or backward: what goes in, the replay, and what comes out ----------------
+# -- One recorded forward or backward: its inputs, the replay, and its results ---- ----------------
 
 
 T = TypeVar("T")
-BACKWARDS = 8  # recordings of the backwards of one recorded forward
+BACKWARDS = 8  # maximum number of recorded backwards per recorded forward
 
 
 class Saved(list[Tensor]):
-    """What a replayed forward saved: it lies in the recording's own memory."""
+    """The saved values of a replayed forward, which are in the recording's own memory."""
 
     def __init__(self, values: Sequence[Tensor], recording: Forward) -> None:
         super().__init__(values)
@@ -139,7 +140,7 @@ class Saved(list[Tensor]):
 
 
 class Recordings(Generic[T]):
-    """Recordings by state, the newest `limit` of them."""
+    """Recordings by state; only the newest `limit` are kept."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -156,10 +157,10 @@ class Recordings(Generic[T]):
 
 
 class Forward:
-    """A recorded forward with its inputs, results and saved values, and the backwards of it.
+    """A recorded forward with its inputs, results and saved values, and its recorded backwards.
 
-    Saved values keep their memory through backward, which frees them as it goes when it runs
-    without recording; inputs and results are held a second time.
+    Saved values keep their memory through backward, which would free them along the way without
+    recording. Inputs and results are held a second time.
     """
 
     def __init__(self, inputs: list[Any], lasting: Sequence[Tensor], recorded: Any) -> None:
@@ -177,7 +178,7 @@ class Forward:
 class Backward:
     """A recorded backward: its tangents, its results, and the gradients that it stores.
 
-    targets: where it reduces to; held, so that the addresses stay what they are.
+    targets: the destinations of its reductions, held so that their addresses stay the same.
     """
 
     def __init__(
@@ -201,16 +202,16 @@ class Backward:
 
 
 log = logging.getLogger("zerofx")
-FORWARDS = 2  # recordings of one forward; each keeps activations of its own
+FORWARDS = 2  # recordings per forward; each keeps its own activations
 SEEN = 32
 
 
 class Room:
-    """What the recordings of one model share: who records, and the one forward that is pending.
+    """State shared by the recordings of one model: the recorder and the one pending forward.
 
-    In the shared pool, what one recording keeps may be what an earlier one works in. Nothing but
-    saved values is needed beyond a call, so while a replayed forward waits for its backward, other
-    forwards run without recording.
+    In the shared pool, memory that one recording keeps may be working memory of an earlier one.
+    Only saved values are needed beyond a call. So while a replayed forward waits for its backward,
+    other forwards run without recording.
     """
 
     def __init__(self, engine: Engine, recorder: Recorder) -> None:
@@ -227,7 +228,7 @@ class Room:
 
 
 class Recorded:
-    """A program's emitted functions, called as they are, and replayed once they are recorded.
+    """A program's emitted functions: called directly at first, and replayed once recorded.
 
     refreshed, stored: the buckets that forward refreshes and that backward stores gradients of.
     """
@@ -249,7 +250,7 @@ class Recorded:
         self._has_warned = False
 
     def _is_new(self, *state: Hashable) -> bool:
-        """Note a state; say whether it was never seen (or too long ago)."""
+        """Record a state; return whether it is new (or was last seen too long ago)."""
         if state in self._seen:
             return False
         while len(self._seen) >= SEEN:
@@ -268,9 +269,10 @@ class Recorded:
 
         if self._room.is_pending or not self._is_on_device(leaves, buffers):
             return run()
-        if self._moves != engine.slots.moves:  # what was recorded works in memory that is gone
+        if self._moves != engine.slots.moves:  # the recordings work in memory that is gone
             self._forwards, self._moves = Recordings(FORWARDS), engine.slots.moves
-        for bucket in self._refreshed:  # before, so that fresh or stale makes no two recordings
+        # Done first, so that fresh and stale buckets need no separate recordings.
+        for bucket in self._refreshed:
             engine.wait(engine.refresh(shards[bucket], bucket))
         state = tuple(b.data_ptr() for b in buffers.values())
         recording = self._forwards.get(state)
@@ -294,14 +296,14 @@ class Recorded:
         return Forward(inputs, [*shards, *buffers.values()], recorded)
 
     def _is_on_device(self, leaves: list[Any], buffers: dict[str, Tensor]) -> bool:
-        """Say whether kernels read all of these: the value of a host tensor would be baked in."""
+        """Return whether kernels read all of these: a host tensor's value would be baked in."""
         device = self._room.engine.world.device.type
         for value in (*leaves, *buffers.values()):
             if isinstance(value, Tensor) and value.device.type != device:
                 if not self._has_warned:
                     log.warning(
-                        "%s runs without a CUDA graph: an input or buffer of shape %s lies on %s, "
-                        "not on %s",
+                        "%s runs without a CUDA graph. An input or buffer of shape %s is on %s, "
+                        "not on %s.",
                         self._contract.label, list(value.shape), value.device, device,
                     )  # fmt: skip
                 self._has_warned = True
@@ -310,14 +312,14 @@ class Recorded:
 
     def _capture(self, what: str, function: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         try:
-            with paused_collector():  # freeing another graph meanwhile would spoil this one
+            with paused_collector():  # freeing another graph during capture would spoil this one
                 return self._room.recorder.capture(function)
         except ZerofxError:
             raise
         except RuntimeError as e:
             raise CaptureError(
-                f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}; "
-                "use Plan(cuda_graph=False)"
+                f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}. Use "
+                "Plan(cuda_graph=False)."
             ) from e
 
     # -- backward ---------------------------------------------------------------------------
@@ -366,9 +368,10 @@ class Recorded:
         return Backward(places, recorded, published, targets)
 
     def _gradient_state(self) -> tuple[Hashable, list[Tensor]]:
-        """Return what decides where backward stores gradients and how, and the memory it is.
+        """Return the state that decides where and how backward stores gradients, and their memory.
 
-        Asking moves a gradient that the user still holds out of the way, as backward itself would.
+        This call moves a gradient that the user still holds out of the way, as backward itself
+        would.
         """
         engine = self._room.engine
         if engine.gradients.discards:
@@ -378,8 +381,8 @@ class Recorded:
         for bucket in self._stored:
             target, accumulate = engine.store.grads.target(bucket)
             params = [engine.store.params[p.owner] for p in engine.layout.buckets[bucket].params]
-            # The ranges of those that have none yet are zeroed, in backward, before it adds, and
-            # what lies elsewhere is copied there.
+            # For parameters without a gradient, backward zeroes the range before it adds. A
+            # gradient elsewhere is copied into its range.
             places = tuple(_place(p.grad) for p in params) if accumulate else ()
             state.append((target.data_ptr(), accumulate, places))
             targets.append(target)

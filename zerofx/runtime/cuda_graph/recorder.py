@@ -1,4 +1,4 @@
-"""Who records functions for replay, and the recorder of CUDA graphs."""
+"""Recorders: the protocol for recording functions for replay, and the recorder of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Recorder(Protocol):
-    """Who records.
+    """Protocol for recording functions.
 
-    warm_up: runs a function so that a later recording finds everything made that is made once.
-    capture: records a function without its effects on memory; returns its results, which every
-        replay writes again, and the replay. Recordings share one pool of memory.
+    warm_up: runs a function, so that a later recording finds all one-time setup done.
+    capture: records a function without its effects on memory. Returns its results, which every
+        replay overwrites, and the replay function. Recordings share one memory pool.
     """
 
     def warm_up(self, function: Callable[[], T]) -> T: ...
@@ -25,21 +25,21 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Records CUDA graphs of one model on a stream and in a memory pool of their own.
+    """Records CUDA graphs of one model on a stream and in a memory pool of its own.
 
-    Random numbers come from the device's default generator, which torch advances with every replay
-    as the same draws would without one.
+    Random numbers come from the device's default generator. torch advances it with every replay as
+    if the same draws were made without a graph.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        # torch gives a pool up with its last graph: this one stays.
+        # torch frees a pool with its last graph; this graph keeps the pool alive.
         self._anchor = self.capture(lambda: torch.zeros((), device=device))
 
     def warm_up(self, function: Callable[[], T]) -> T:
-        """Run on the stream of the recordings: libraries keep workspaces by stream."""
+        """Run on the recordings' stream, because libraries keep workspaces per stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -55,7 +55,8 @@ class CudaRecorder:
                 graph,
                 pool=self._pool,
                 stream=self._stream,
-                capture_error_mode="thread_local",  # a loader's thread may pin memory meanwhile
+                # A loader's thread may pin memory during the capture.
+                capture_error_mode="thread_local",
             ),
         ):
             result = function()
@@ -63,19 +64,19 @@ class CudaRecorder:
 
 
 def check_recordable(num_ranks: int, device: torch.device) -> None:
-    """Raise unless a model on this device, one of so many ranks, can be recorded.
+    """Raise unless a model on this device, in a world of `num_ranks`, can be recorded.
 
     Raises:
-        PlanError: there are several ranks, or it is no CUDA device.
+        PlanError: there are several ranks, or the device is not a CUDA device.
     """
     if num_ranks > 1:
         raise PlanError(
-            f"Plan.cuda_graph = True is for a single process, this world has {num_ranks} ranks: "
-            "they agree on every launch and watch over it on the host, which a replay leaves out; "
-            "use cuda_graph=False"
+            f"Plan.cuda_graph = True needs a single process, but this world has {num_ranks} ranks. "
+            "They agree on every launch and watch over it on the host, which a replay skips. Use "
+            "cuda_graph=False."
         )
     if device.type != "cuda":
         raise PlanError(
-            f"Plan.cuda_graph = True needs a CUDA device, but the model is on {device}; "
-            "pass device= to zerofx.compile, or use cuda_graph=False"
+            f"Plan.cuda_graph = True needs a CUDA device, but the model is on {device}. Pass "
+            "device= to zerofx.compile, or use cuda_graph=False."
         )

@@ -1,1 +1,1 @@
-"""Compiled regions: loaded, cached, under which keys, and the search for a NaN in them."""
+"""Compiled regions: loading, the cache and its keys, and the search for a NaN in them."""

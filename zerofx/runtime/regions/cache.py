@@ -1,8 +1,9 @@
-"""The cache of compiled regions: each compiled by Inductor once per structure, then loaded.
+"""Cache of compiled regions: each is compiled by Inductor once per structure, then loaded.
 
-A region that Inductor cannot compile runs as ATen, with one warning. The cache remembers it: the
-other ranks of the host and later runs neither try again nor run something else. What the machine
-is to blame for (no space, no memory, a compiler that does not work) is an error, and is not kept.
+A region that Inductor cannot compile runs as ATen, with one warning. The cache remembers it, so
+that the other ranks of the host and later runs neither retry nor run something else. A failure
+caused by the machine (no disk space, no memory, a broken compiler) is an error and is not
+remembered.
 """
 
 from __future__ import annotations
@@ -53,20 +54,20 @@ from zerofx.runtime.regions.keys import (
 log = logging.getLogger("zerofx")
 
 LOCK_WAIT_S = 60.0
-"""How long a process waits for another one that compiles the same region, unless ZEROFX_TIMEOUT_S
-is less. Then it compiles the region itself: work done twice, at worst."""
-_STUCK_S = 2.0  # how long Inductor's own locks are waited for once the one of a region was in vain
-_NAP_S = (0.01, 0.25)  # between two tries to take a lock: at first, and at most
+"""How long a process waits for another that compiles the same region, unless ZEROFX_TIMEOUT_S
+is less. After that, it compiles the region itself; at worst, the work is done twice."""
+_STUCK_S = 2.0  # timeout for Inductor's own locks after waiting for the region's lock has failed
+_NAP_S = (0.01, 0.25)  # between two attempts to take a lock: first and maximum
 
-VARIANTS = 4  # of one region, each for other sizes
+VARIANTS = 4  # per region, each compiled for other sizes
 
 Region = Callable[[list[Any]], Any]
 Hints = Mapping[str, Any]  # name of a size -> the value for which a region is compiled
-Variant = tuple[Region, Callable[..., bool] | None]  # what runs, and whether it serves some sizes
+Variant = tuple[Region, Callable[..., bool] | None]  # a function, and a test of sizes
 
 
 class CompileCount:
-    """How many regions this process compiled and how many it took from the cache."""
+    """The number of regions that this process compiled and the number it took from the cache."""
 
     compiled = 0
     cached = 0
@@ -76,11 +77,12 @@ _PROBE: list[threading.Thread] = []
 
 
 def prepare_regions(kernels: str, device: torch.device) -> None:
-    """Begin, in the background, what compiling regions needs and capture does not wait for.
+    """Start, in the background, setup for compiling regions that capture does not depend on.
 
-    With cold caches the C++ compiler is asked for its vector instructions, program by program: 7 s
-    in which this process has a capture and the passes to run. Where regions were compiled before,
-    these are likely among them, and loading them needs neither the answer nor Inductor itself.
+    With cold caches, Inductor tests the C++ compiler for vector instructions, program by program.
+    That takes 7 s, during which this process runs capture and the passes. If regions were compiled
+    here before, these are likely cached, and loading them needs neither the tests nor Inductor
+    itself.
     """
     if kernels != "inductor" or device.type != "cpu" or _PROBE or mark_of_use().exists():
         return
@@ -106,7 +108,7 @@ def compile_all(
     done: dict[str, Region] = {}
     waiting = names[turn:] + names[:turn]
     failed: dict[str, str] = {}
-    for patient in (False, True):  # first what no other process compiles, then wait for the rest
+    for patient in (False, True):  # first the regions that no other process compiles, then the rest
         for name in list(waiting):
             module = modules[name]
             path = _path(module, _hints(module))
@@ -122,13 +124,13 @@ def compile_all(
 
 
 def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
-    """Say which regions run as ATen, of which module each is, and why, in one warning."""
+    """Report in one warning which regions run as ATen, the module of each, and the reason."""
     said = [f"{name} (of {units.get(name) or 'the model'}): {why}" for name, why in failed.items()]
     log.warning(
-        "Inductor cannot compile %d of this program's regions, which run as ATen; results may "
-        "differ in the last bits from those of hosts where it can. It is tried again with another "
-        "version of torch or zerofx, or after *.failed is removed from %s. Set kernels='aten' to "
-        "silence this.\n  %s",
+        "Inductor cannot compile %d of this program's regions, which run as ATen. Results may "
+        "differ in the last bits from those of hosts where it can. It is tried again with "
+        "another version of torch or zerofx, or after *.failed is removed from %s. Set "
+        "kernels='aten' to silence this.\n  %s",
         len(failed), regions_dir(), "\n  ".join(said),
     )  # fmt: skip
 
@@ -142,20 +144,20 @@ def _path(module: ModuleType, hints: Hints) -> Path:
 
 
 def _hints(module: ModuleType) -> Hints:
-    """Return the sizes that a region takes, and for which values of them it is compiled."""
+    """Return the sizes that a region takes, with the values for which it is compiled."""
     return getattr(module, "SIZES", {})  # most have none
 
 
 def _specs(module: ModuleType) -> Any:
-    """Return the tensors that a region takes, for the values that it is compiled for."""
+    """Return the tensors that a region takes, for the sizes that it is compiled for."""
     hints = _hints(module)
     return module.INPUTS(**hints) if hints else module.INPUTS
 
 
 def generated_source(path: Path) -> tuple[Path | None, bool]:
-    """Return where Inductor's source for an artifact lies, and whether that is known for good.
+    """Return the path of Inductor's source for an artifact, and whether it is final.
 
-    Nothing is generated for a region of views alone, or one that Inductor cannot compile.
+    Inductor generates nothing for a region that consists only of views, or that it cannot compile.
     """
     source = Path(wrapper_of(str(path)))
     if source.exists():
@@ -174,7 +176,7 @@ def compile_missing(name: str, module: ModuleType) -> None:
 
 def _patiently(name: str, module: ModuleType, path: Path, hints: Hints) -> Variant:
     made = _compiled(name, module, path, hints, patient=True)
-    assert made is not None, "only who is impatient leaves a region to others"
+    assert made is not None, "only an impatient caller leaves a region to others"
     return made
 
 
@@ -189,7 +191,7 @@ def _compiled(
             if not _is_known(path):
                 return _compile(name, module, path, hints, limit_s if held else _STUCK_S)
     num_bytes = _num_bytes(path)
-    if num_bytes == 0:  # nothing to compile: it runs as it is
+    if num_bytes == 0:  # nothing to compile: the region runs as is
         found: Variant | None = (getattr(module, name), None)
     else:
         found = _loaded(path, limit_s, hints) if num_bytes else None
@@ -205,11 +207,11 @@ def _loaded(path: Path, limit_s: float, hints: Hints) -> Variant | None:
     return None if region is None else _variant(region, path, hints)
 
 
-# -- Regions that take sizes: what is compiled serves those for which Inductor would decide alike --
+# -- Regions that take sizes: a variant fits the sizes for which Inductor would decide alike -------
 
 
 def _variant(region: Region, path: Path, hints: Hints) -> Variant:
-    """Return an artifact with what its sizes must meet, None for those that serve all."""
+    """Return an artifact with the condition on its sizes, None if it fits all sizes."""
     conditions = conditions_of(str(path)) if hints else ()
     if not conditions:
         return region, None
@@ -218,9 +220,9 @@ def _variant(region: Region, path: Path, hints: Hints) -> Variant:
 
 
 class _Variants:
-    """A region as it was compiled for several sizes: a call runs the first variant that serves it.
+    """A region compiled for several sizes: a call runs the first variant that fits its sizes.
 
-    If there is none, one is compiled for such sizes, up to `VARIANTS` of them. Other sizes run as
+    If none fits, one is compiled for these sizes, up to `VARIANTS` variants. Further sizes run as
     ATen, with one warning.
     """
 
@@ -259,16 +261,19 @@ class _Variants:
 
 
 def lock_limit_s() -> float:
-    """Return how long a lock of the cache is waited for: `LOCK_WAIT_S` or ZEROFX_TIMEOUT_S."""
+    """Return how long to wait for a lock of the cache, in seconds.
+
+    This is the smaller of `LOCK_WAIT_S` and ZEROFX_TIMEOUT_S.
+    """
     return min(LOCK_WAIT_S, timeout_s())
 
 
 @contextlib.contextmanager
 def _lock(path: Path, limit_s: float) -> Iterator[bool]:
-    """Lock a region for the block; yield whether that was possible within `limit_s`.
+    """Lock a region for the block; yield whether that succeeded within `limit_s`.
 
-    The lock only spares others the work: artifacts appear whole or not at all, so that a process
-    that was stopped while it held the lock, or hangs, need not be waited for.
+    The lock only saves other processes the work. Artifacts appear whole or not at all, so there is
+    no need to wait for a process that was stopped while it held the lock, or that hangs.
     """
     with _opened(path) as handle:
         if not _take(handle, limit_s):
@@ -307,7 +312,7 @@ def _warn_of_holder(path: Path, holder: str, limit_s: float) -> None:
 
 
 def _opened(lock: Path) -> TextIO:
-    """Open a lock file, whose text names the process that locked it last."""
+    """Open a lock file; its text names the last process that locked it."""
     try:
         handle = open(lock, "a+")  # noqa: SIM115  (the caller closes it)
         handle.seek(0)
@@ -316,8 +321,8 @@ def _opened(lock: Path) -> TextIO:
         if e.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         raise ProgramError(
-            f"a region is to be compiled, and the cache {lock.parent} cannot be written to "
-            f"({e.strerror}); set ZEROFX_CACHE_DIR to a directory of your own"
+            f"a region must be compiled, and the cache {lock.parent} cannot be written to "
+            f"({e.strerror}). Set ZEROFX_CACHE_DIR to a directory of your own."
         ) from e
 
 
@@ -327,7 +332,7 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
         probe.join()
     mark_of_use().touch()
     gm = _as_graph(getattr(module, name), len(_specs(module)), list(hints))
-    if _failure(path):  # of another version; the artifact first, for ranks that look now
+    if _failure(path):  # of another version; the artifact goes first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
     reason, compiled = _refusal(hints), None
@@ -344,7 +349,7 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
     if reason:
         note = {"error": reason, "compiled_by": compiled_by()}
         replace_file(_failed(path), json.dumps(note).encode())
-    if compiled is None:  # remembered as an empty artifact, unless another process compiled it
+    if compiled is None:  # stored as an empty artifact, unless another process compiled it
         if not _num_bytes(path):
             replace_file(path, b"")
         return getattr(module, name), None
@@ -353,9 +358,11 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
 
 
 def _refusal(hints: Hints) -> str:
-    """Return why a region with such sizes is not compiled, empty if it may be."""
+    """Return why a region with these sizes is not compiled, or an empty string if it may be."""
     fractions = [name for name, n in hints.items() if isinstance(n, float)]
-    return f"Inductor takes no float that varies ({', '.join(fractions)})" if fractions else ""
+    return (
+        f"Inductor does not support floats that vary ({', '.join(fractions)})" if fractions else ""
+    )
 
 
 def _num_bytes(path: Path) -> int | None:
@@ -367,12 +374,12 @@ def _num_bytes(path: Path) -> int | None:
 
 
 def _failed(path: Path) -> Path:
-    """Return where it is kept why the region of an empty artifact could not be compiled."""
+    """Return the path of the file with the reason why an empty artifact's region failed."""
     return path.with_suffix(".failed")
 
 
 def _failure(path: Path) -> str:
-    """Return why a region could not be compiled, empty where it was."""
+    """Return why a region could not be compiled, or an empty string if it was compiled."""
     if _num_bytes(path):
         return ""
     try:
@@ -382,7 +389,7 @@ def _failure(path: Path) -> str:
 
 
 def _is_known(path: Path) -> bool:
-    """Tell whether there is an artifact, or a failure that this version would repeat."""
+    """Return whether there is an artifact, or a failure that this version would repeat."""
     num_bytes = _num_bytes(path)
     if num_bytes is None or num_bytes:
         return bool(num_bytes)
@@ -396,7 +403,7 @@ def _is_known(path: Path) -> bool:
 
 
 class _Traced:
-    """Stands for `aten` while a region is traced: a call becomes a node, whatever its arguments."""
+    """Replaces `aten` while a region is traced: any call becomes a node, whatever its arguments."""
 
     def __init__(self, tracer: fx.proxy.GraphAppendingTracer, target: Any) -> None:
         self._tracer, self._target = tracer, target
@@ -409,7 +416,7 @@ class _Traced:
 
 
 def _as_graph(function: Any, num_inputs: int, sizes: Sequence[str] = ()) -> fx.GraphModule:
-    """Turn a region's source back into a graph: it runs on proxies, and each call is a node."""
+    """Turn a region's source back into a graph by running it on proxies: each call is a node."""
     tracer = fx.proxy.GraphAppendingTracer(fx.Graph())
     names = [*(f"x{i}" for i in range(num_inputs)), *sizes]
     args = [fx.Proxy(tracer.graph.placeholder(name), tracer) for name in names]

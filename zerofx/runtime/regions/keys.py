@@ -1,4 +1,4 @@
-"""Where compiled regions are kept, and under which keys: all that their machine code depends on."""
+"""Cache of compiled regions: its folders, and keys made of all that machine code depends on."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ from zerofx.runtime.regions.private import private_folder, private_root, remove_
 
 
 def cache_dir() -> Path:
-    """Return this user's cache of compiled regions and emitted programs, private to them."""
+    """Return this user's private cache folder for compiled regions and emitted programs."""
     base = os.environ.get("ZEROFX_CACHE_DIR")
     return private_root(Path(base) if base else Path.home() / ".cache" / "zerofx")
 
 
 def regions_dir() -> Path:
-    """Return the folder of the compiled regions."""
+    """Return the folder of compiled regions."""
     return private_folder(cache_dir() / "regions")
 
 
 def artifact_path(source: str, device: str) -> Path:
-    """Return where the compiled form of a region's source lies, or would lie.
+    """Return the path of the compiled form of a region's source, which may not exist yet.
 
-    Its files are run: those that another user has made or may write to are removed first.
+    Its files contain code that will run, so files that another user created or may write to are
+    removed first.
     """
     path = regions_dir() / f"{artifact_key(source, device)}.bin"
     files = [path.with_suffix(suffix) for suffix in (".bin", ".json", ".py", ".sizes")]
     libraries = (path.with_suffix(f".{number}.so") for number in itertools.count())
     files += itertools.takewhile(os.path.lexists, libraries)
     if remove_foreign(files):
-        for file in files:  # what is left of it is no whole artifact
+        for file in files:  # the remaining files are not a complete artifact
             file.unlink(missing_ok=True)
     return path
 
@@ -48,7 +49,7 @@ def artifact_path(source: str, device: str) -> Path:
 def artifact_key(source: str, device: str) -> str:
     """Return the cache key of a region: its code, torch's version, and the machine's flags.
 
-    Comments are left out: they name the user's lines, which move when a file is edited.
+    Comments are left out: they contain line numbers of the user's files, which change with edits.
     """
     facts = [ast.dump(ast.parse(source)), *_surroundings(device), *_threads(device)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -58,10 +59,10 @@ FRACTION = 0.37
 
 
 def usual_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes for which a region is compiled that has these, which are similar to others.
+    """Return representative sizes for which to compile a region that has these sizes.
 
-    They are odd, and no two are equal, so that a compiler does not take one for a multiple of
-    something or for another one.
+    They are odd, and no two are equal, so that a compiler does not treat one as a multiple of
+    something or as equal to another.
     """
     found: dict[str, Any] = {}
     for name, size in sizes.items():
@@ -77,19 +78,19 @@ def usual_sizes(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def compiled_by() -> str:
-    """Return a digest of how regions are compiled: what one version cannot, the next may."""
+    """Return a digest of how regions are compiled: one version may succeed where another failed."""
     folder = Path(__file__).parents[2] / "compat"
     said = [(folder / f"{name}.py").read_text() for name in ("inductor", "strides")]
     return hashlib.sha256("".join(said).encode()).hexdigest()[:16]
 
 
 def mark_of_use() -> Path:
-    """Return the file that says that regions were compiled here, by such a process as this."""
+    """Return the file that records that regions were compiled here by a process like this one."""
     return regions_dir() / f"{artifact_key('', 'cpu')}.used"
 
 
 def _threads(device: str) -> list[int | None]:
-    """Return what CPU kernels are written for, which may change from one compile to the next."""
+    """Return the thread counts that CPU kernels are compiled for; they may change per compile."""
     return [torch.get_num_threads(), os.cpu_count()] if device == "cpu" else []
 
 
@@ -97,7 +98,7 @@ def _threads(device: str) -> list[int | None]:
 def _surroundings(device: str) -> list[str]:
     """Return what a compiled region depends on besides its source and the number of threads.
 
-    Kernels of a CPU are compiled for its very model, as extension modules of this Python.
+    CPU kernels are compiled for the exact processor model, as extension modules of this Python.
     """
     package = Path(__file__).parents[2]
     ours = (package / "kernels" / "recurrent.py").read_text()  # ops that regions may call
@@ -108,7 +109,7 @@ def _surroundings(device: str) -> list[str]:
 
 
 def _cpu_model() -> str:
-    """Return the processor's name and instructions, "" where the system does not tell."""
+    """Return the processor's name and instructions, or "" if the system does not report them."""
     said = Path("/proc/cpuinfo")
     if not said.exists():
         return platform.processor()

@@ -1,4 +1,7 @@
-"""Load an emitted program's other files: constants, kernels, and regions, as ATen or compiled."""
+"""Loading of an emitted program's other files: constants, kernels, and regions.
+
+A region runs as ATen or compiled.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +41,17 @@ from zerofx.schema import (
 log = logging.getLogger("zerofx")
 
 
-MOST_BYTES = 1 << 30  # of one emitted file
+MOST_BYTES = 1 << 30  # limit for one emitted file
 _FACTS = record(
     {"kernels": one_of(("aten", "inductor")), "debug": boolean}, regions=mapping(text(), text())
 )
 
 
 def import_file(path: Path, name: str) -> ModuleType:
-    """Import one emitted file under a name of its own.
+    """Import one emitted file under a module name of its own.
 
-    Always from the source: cached bytecode could be older than an edit made within one second.
+    Always import from the source: cached bytecode could be older than an edit made within one
+    second.
     """
     module = ModuleType(name)
     module.__file__ = str(path)
@@ -55,16 +59,16 @@ def import_file(path: Path, name: str) -> ModuleType:
         code = compile(read_file(path, MOST_BYTES), str(path), "exec")
     except SyntaxError as e:
         raise ProgramError(
-            f"{path}:{e.lineno}: {e.msg}; correct the edit, or emit the program again"
+            f"{path}:{e.lineno}: {e.msg}. Correct the edit, or emit the program again."
         ) from e
     except (ValueError, RecursionError, MemoryError) as e:
-        raise ProgramError(f"{path}: {e}; correct the edit, or emit the program again") from e
+        raise ProgramError(f"{path}: {e}. Correct the edit, or emit the program again.") from e
     exec(code, module.__dict__)
     return module
 
 
 class Reader(Protocol):
-    """Stands in for what loads a schedule's other files: how a schedule is read, not run."""
+    """Replaces the loader of a schedule's other files, to read a schedule without running it."""
 
     def regions(self, directory: Path) -> Any: ...
 
@@ -78,7 +82,7 @@ _READER: ContextVar[Reader | None] = ContextVar("reader", default=None)
 
 @contextlib.contextmanager
 def read_by(reader: Reader) -> Iterator[None]:
-    """Give what is imported inside the reader's regions and constants."""
+    """Answer imports inside the block with the reader's regions, constants and kernels."""
     token = _READER.set(reader)
     try:
         yield
@@ -105,8 +109,8 @@ def load_kernels(schedule_file: str) -> Any:
 def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     """Return the program's regions by name, each a function of one list that it empties.
 
-    `kernels` defaults to what fingerprint.json says; "inductor" compiles each file once and
-    caches the result per user, "aten" runs the file as it stands.
+    `kernels` defaults to the entry in fingerprint.json. "inductor" compiles each file once and
+    caches the result per user; "aten" runs the file as it is.
     """
     directory = Path(schedule_file).parent
     if (reader := _READER.get()) is not None:
@@ -115,7 +119,7 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     try:
         facts = check(parse_json(read_file(path, MOST_BYTES)), _FACTS)
     except FormError as error:
-        raise ProgramError(f"{path}: {error}; emit the program again") from error
+        raise ProgramError(f"{path}: {error}. Emit the program again.") from error
     kernels = kernels or facts["kernels"]
     found = SimpleNamespace()
     paths = sorted((directory / "regions").glob("*.py"))
@@ -126,22 +130,23 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     compiled = compile_all(modules, units) if kernels == "inductor" else {}
     for name, module in modules.items():
         plain = _checked(module, name) if facts["debug"] else getattr(module, name)
-        strides = getattr(module, "OUTPUTS", None)  # programs emitted earlier do not say
+        strides = getattr(module, "OUTPUTS", None)  # absent from older programs
         setattr(found, name, following(compiled.get(name) or plain, strides))
     return found
 
 
-SIZES = 4096  # of a region's calls, whose strides are remembered
+SIZES = 4096  # limit for remembered sizes of a region's calls
 Strides = Sequence[tuple[int, ...]]
 
 
 def following(function: Region, strides: Strides | Callable[..., Strides] | None) -> Region:
     """Return a region whose results have these strides, on which the rest of the program relies.
 
-    An operator may return others than its fake kernel says, and so may a compiled region. The first
-    call shows which results are to be copied into place; without any, later calls look at nothing.
+    An operator may return other strides than its fake kernel declares, and so may a compiled
+    region. The first call determines which results must be copied into place; if there are none,
+    later calls check nothing.
     """
-    if not strides:  # programs emitted by earlier versions do not say
+    if not strides:  # absent from programs of earlier versions
         return function
     if callable(strides):
         return _following_sizes(function, strides)
@@ -150,7 +155,7 @@ def following(function: Region, strides: Strides | Callable[..., Strides] | None
     def run(args: list[Tensor]) -> Any:
         nonlocal differing
         made = function(args)
-        if differing is None:  # an edited region may have other results than it was emitted with
+        if differing is None:  # an edited region may have other results than the emitted one
             pairs = enumerate(zip(made, strides, strict=False))
             alike = [(i, m, s) for i, (m, s) in pairs if m.dim() == len(s)]
             differing = [i for i, m, s in alike if not has_strides(m, s)]
@@ -165,9 +170,9 @@ def following(function: Region, strides: Strides | Callable[..., Strides] | None
 
 
 def _following_sizes(function: Region, strides: Callable[..., Strides]) -> Region:
-    """Do the same for a region whose strides depend on the sizes that come last in its `args`."""
+    """Do the same for a region whose strides depend on the sizes at the end of its `args`."""
     count = len(inspect.signature(strides).parameters)
-    known: dict[tuple[int, ...], list[int]] = {}  # sizes -> which results are to be copied
+    known: dict[tuple[int, ...], list[int]] = {}  # sizes -> indices of results to copy
 
     def run(args: list[Any]) -> Any:
         sizes = tuple(args[-count:])
@@ -190,7 +195,7 @@ def _following_sizes(function: Region, strides: Callable[..., Strides]) -> Regio
     return run
 
 
-@functools.cache  # said once per process
+@functools.cache  # warns once per process
 def _has_compiler() -> bool:
     problem = inductor_problem()
     if problem:
@@ -200,7 +205,7 @@ def _has_compiler() -> bool:
 
 # -- Plan(debug=True) ----------------------------------------------------------------------------
 class _Checked:
-    """Stands for `aten` in a region: runs each op and looks for NaN in what it returns."""
+    """Replaces `aten` in a region: runs each op and checks its results for NaN."""
 
     def __init__(self, target: Any, region: str) -> None:
         self._target, self._region = target, region
@@ -220,7 +225,7 @@ class _Checked:
         raise NonFiniteError(
             f"{self._region}: NaN first appears in {self._target} from inputs without one, at\n"
             f"  {filename}:{line}\n  {text}\n"
-            "(the comment names the module and your line); set debug=False to train through it"
+            "(the comment names the module and your line). Set debug=False to train on regardless."
         )
 
 
@@ -230,7 +235,7 @@ def _has_nan(value: Any) -> bool:
 
 
 def _checked(module: ModuleType, name: str) -> FunctionType:
-    """Return the module's region with every op watched; the source and its lines stay the same."""
+    """Return the module's region with every op checked; the source and its lines stay the same."""
     function = getattr(module, name)
     watched = {
         key: _Checked(value, name) if isinstance(value, OpNamespace) else value
@@ -239,7 +244,7 @@ def _checked(module: ModuleType, name: str) -> FunctionType:
     return FunctionType(function.__code__, watched, name)
 
 
-# -- Constants of an emitted program: tensors that the model's forward holds itself ----------------
+# -- Constants of an emitted program: tensors that the model's forward contains -------------------
 
 
 def constant(

@@ -1,7 +1,7 @@
-"""Folders and files whose code this process runs: this user's, and written to by no other user.
+"""Private folders: code that this process runs is this user's, and no one else may write to it.
 
-A folder that was given is never changed. If others may write to it, a folder within it is made and
-used, which they cannot write to.
+An existing folder is never changed. If others may write to it, zerofx creates and uses a folder
+within it to which they cannot write.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zerofx.errors import ProgramError
 log = logging.getLogger("zerofx")
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-_WAY_OUT = "Set ZEROFX_CACHE_DIR to a directory of your own"
+_WAY_OUT = "Set ZEROFX_CACHE_DIR to a directory of your own."
 
 
 def private_root(given: Path) -> Path:
-    """Return a folder of this user's alone: the one that was given, or one within it.
+    """Return a private folder of this user: the given one, or one within it.
 
     Raises:
-        ProgramError: there is none, and none can be made.
+        ProgramError: there is no such folder, and none can be created.
     """
     try:
         given.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -33,8 +33,9 @@ def private_root(given: Path) -> Path:
             return given
         if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
             raise ProgramError(
-                f"anybody may replace what is in the cache {given} (mode "
-                f"{stat.S_IMODE(found.st_mode):o}), whose code this process would run. {_WAY_OUT}"
+                f"the cache {given} may be written by any user (mode "
+                f"{stat.S_IMODE(found.st_mode):o}), but this process would run code in it. "
+                f"{_WAY_OUT}"
             )
         own = given / f"zerofx-{os.geteuid()}"
         own.mkdir(exist_ok=True, mode=0o700)
@@ -47,10 +48,10 @@ def private_root(given: Path) -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Return a folder of a private root: made if it is missing, refused if it is another user's.
+    """Return a folder of a private root: create it if missing, refuse it if it is another user's.
 
     Raises:
-        ProgramError: says whose it is.
+        ProgramError: names the owner.
     """
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -59,24 +60,24 @@ def private_folder(folder: Path) -> Path:
         raise ProgramError(f"the cache {folder}: {error.strerror}. {_WAY_OUT}") from error
     if not (is_private(found) and stat.S_ISDIR(found.st_mode)):
         raise ProgramError(
-            f"the cache {folder} {_whose(found)}, and this process would run the code in it. "
-            "Remove it"
+            f"the cache {folder} {_whose(found)}, but this process would run code in it. Remove it."
         )
     return folder
 
 
 def is_private(found: os.stat_result) -> bool:
-    """Return whether something is this user's, and no other user may write to it."""
+    """Return whether a file belongs to this user, and no other user may write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
 
 
 def remove_foreign(paths: Iterable[Path]) -> bool:
-    """Remove files of a private folder that others have made, or may write to; warn of each.
+    """Remove files of a private folder that others created or may write to; warn about each.
 
-    They can be from a time when the folder was open to others. Return whether there were any.
+    Such files may date from a time when the folder was open to others. Return whether there were
+    any.
 
     Raises:
-        ProgramError: one cannot be removed.
+        ProgramError: a file cannot be removed.
     """
     has_any = False
     for path in paths:
@@ -90,10 +91,10 @@ def remove_foreign(paths: Iterable[Path]) -> bool:
             path.unlink(missing_ok=True)
         except OSError as error:
             raise ProgramError(
-                f"{path} {_whose(found)}, and this process would run the code in it. It cannot be "
+                f"{path} {_whose(found)}, but this process would run code in it. It cannot be "
                 f"removed ({error.strerror}). {_WAY_OUT}"
             ) from error
-        log.warning("%s %s. It was removed, and is made again", path, _whose(found))
+        log.warning("%s %s. It was removed, and will be created again.", path, _whose(found))
         has_any = True
     return has_any
 
@@ -103,4 +104,4 @@ def _whose(found: os.stat_result) -> str:
         return f"belongs to user {found.st_uid}"
     if found.st_mode & _OTHERS_WRITE:
         return f"may be written by other users (mode {stat.S_IMODE(found.st_mode):o})"
-    return "is no plain file or directory"
+    return "is not a plain file or directory"

@@ -1,1 +1,1 @@
-"""The shards of a model: their module tree, first values, gradients, optimizer and state."""
+"""Shards of a model: their module tree, initial values, gradients, optimizer and state."""

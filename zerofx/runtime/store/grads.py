@@ -1,4 +1,4 @@
-"""The gradients of one model on one rank: flat shards, and the views or wrappers that show them."""
+"""Gradients of one model on one rank: flat shards, and the views or wrappers that show them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ from zerofx.runtime.tiers.homes import regrow, shrink
 
 
 class GradShard:
-    """The reduced gradient of one bucket on one rank, and what each `p.grad` shows of it.
+    """The reduced gradient of one bucket on one rank, and the `p.grad` tensors that show it.
 
-    `views[i]` is what `params[i].grad` becomes: a wrapper of a range of the flat shard, or (where
-    nothing is sharded) a plain view of it.
+    `views[i]` becomes `params[i].grad`: a wrapper of a range of the flat shard, or a plain view of
+    it if nothing is sharded.
 
-    pieces: of the parameters. allocate: returns memory for the flat shard.
-    sleep, wake: free it between steps, its address kept, and make it usable again; None where it is
-        not to be freed.
-    buckets: several are the tiles of one parameter, whose gradients come one by one in each
-    backward: the first decides for all whether they are added, the last one is published.
+    pieces: of the parameters.
+    allocate: returns memory for the flat shard.
+    sleep, wake: free it between steps while keeping its address, and make it usable again; None if
+        it must not be freed.
+    buckets: if several, they are the tiles of one parameter, whose gradients arrive one by one in
+        each backward. The first decides for all whether they are added; after the last, p.grad is
+        published.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class GradShard:
         self.params, self._pieces = params, pieces
         self._allocate, self._sleep, self._wake_up = allocate, sleep, wake
         self._buckets = buckets
-        self._expected: set[int] = set()  # tiles whose gradients this backward has yet to publish
+        self._expected: set[int] = set()  # tiles whose gradients are still to come in this backward
         self._decided: tuple[Tensor, bool]
         self._asleep = False
         self._adopt(allocate())
@@ -55,16 +57,16 @@ class GradShard:
         self._quiet = self._references()
 
     def _references(self) -> list[int]:
-        """Count who refers to the views, their local tensors and their storage."""
+        """Return the reference counts of the views, their local tensors and their storage."""
         counts = [sys.getrefcount(v) for v in self.views]
         counts += [sys.getrefcount(t) for t in self._locals]
         counts.append(storage_uses(self.flat))
         return counts
 
     def _is_held(self) -> bool:
-        """Whether anyone but us and `p.grad` still refers to a gradient of an earlier step.
+        """Whether anyone except us and `p.grad` still refers to a gradient of an earlier step.
 
-        Raised counts of views that are some p.grad now are theirs by right.
+        Views that currently are some p.grad are expected to have higher counts.
         """
         counts = self._references()
         num = len(self.views)
@@ -79,10 +81,10 @@ class GradShard:
         return False
 
     def rest(self) -> None:
-        """Free the flat's memory while no gradient is set or held elsewhere; views stay."""
+        """Free the flat tensor's memory if no gradient is set or held elsewhere; the views stay."""
         if self._sleep is None or self._asleep or any(p.grad is not None for p in self.params):
             return
-        if not self._is_held():  # counted before the storage object below is one more reference
+        if not self._is_held():  # evaluated before the storage object below adds a reference
             self._sleep(self.flat)
             self._asleep = True
 
@@ -102,7 +104,7 @@ class GradShard:
             param.grad = None
 
     def target(self, bucket: int) -> tuple[Tensor, bool]:
-        """Return the flat shard to reduce into, and whether to add to what it holds."""
+        """Return the flat shard to reduce into, and whether to add to its contents."""
         if len(self._buckets) <= 1:
             return self._target()
         if not self._expected:
@@ -111,15 +113,16 @@ class GradShard:
         return self._decided
 
     def abandon(self) -> None:
-        """Take it that no more tiles of this backward come."""
+        """Forget the outstanding tiles: no more of them come in this backward."""
         self._expected.clear()
 
     def _target(self) -> tuple[Tensor, bool]:
-        """Decide where all of it is reduced into, and whether to add.
+        """Decide where all tiles are reduced into, and whether to add.
 
-        Where some p.grad are set and others are not, the others' ranges are zeroed and the
-        user's own tensors copied in, so that adding is right for all; `publish` copies the sums
-        back into these. What the user still holds of an earlier step is left to them.
+        If some p.grad are set and others are not, the ranges of the others are zeroed and the
+        user's own tensors are copied in, so that adding is correct for all of them. `publish`
+        copies the sums back into the user's tensors. Gradients of an earlier step that the user
+        still holds are left alone.
         """
         self._wake()
         grads = [p.grad for p in self.params]
@@ -144,7 +147,7 @@ class GradShard:
     def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
         """Set p.grad of every parameter among `names` that requires one, once all tiles are in.
 
-        A tensor of the user's own stays p.grad, with the new values.
+        A p.grad that the user assigned stays in place and receives the new values.
         """
         self._expected.discard(bucket)
         if self._expected:
@@ -162,10 +165,11 @@ class GradShard:
 
 
 class StoreGrads:
-    """One flat gradient per block of buckets, made when the first of it arrives.
+    """One flat gradient per block of buckets, allocated when its first gradient arrives.
 
     params, pieces: of the store, by canonical name.
-    flats: the flat shard of each block. shards: the gradients, by block.
+    flats: the flat shard of each block.
+    shards: the gradients, by block.
     """
 
     def __init__(
@@ -182,38 +186,38 @@ class StoreGrads:
     def target(self, bucket: int) -> tuple[Tensor, bool]:
         """Return (flat tensor to receive the reduced gradient, whether to add to it).
 
-        Ranges of parameters that the program has no gradient for must receive zeros.
+        Ranges of parameters for which the program has no gradient must receive zeros.
         """
         flat, accumulate = self._shard(bucket).target(bucket)
         return self._layout.part(flat, bucket), accumulate
 
     def views(self, bucket: int) -> list[Tensor]:
-        """Return what p.grad of the bucket's parameters shows, in order; of no tiled one."""
+        """Return what p.grad of the bucket's parameters shows, in order; none for a tiled one."""
         return self._shard(bucket).views
 
     def publish(self, bucket: int, names: Collection[str] | None = None) -> None:
         """Set p.grad of the bucket's parameters (those among `names`) that require one.
 
-        That of a tiled parameter is set when the last tile's gradient has come.
+        The p.grad of a tiled parameter is set once the last tile's gradient has arrived.
         """
         self._shard(bucket).publish(bucket, names, self._layout.owners[self._block(bucket)])
 
     def abandon(self) -> None:
-        """Forget which tiles' gradients have come: the rest of them will not."""
+        """Forget which tiles' gradients have arrived: the rest will not come."""
         for shard in self.shards.values():
             shard.abandon()
 
     def drop(self, bucket: int) -> None:
-        """Free a bucket's gradients; its p.grad are None."""
+        """Free a bucket's gradients and set its p.grad to None."""
         self._shard(bucket).drop()
 
     @property
     def are_shown(self) -> bool:
-        """Whether an earlier backward has left gradients; looks at one parameter per bucket."""
+        """Whether an earlier backward has left gradients; checks one parameter per bucket."""
         return any(shard.params[0].grad is not None for shard in self.shards.values())
 
     def rest(self) -> None:
-        """Free gradient shards that no p.grad shows, as `policy/resting.py` has it."""
+        """Free gradient shards that no p.grad shows, according to `policy/resting.py`."""
         if self._ledger.updates is not None:
             return  # freed by each update
         for shard in self.shards.values():
@@ -221,7 +225,7 @@ class StoreGrads:
 
     # -- updates inside backward ----------------------------------------------------------------
     def begin_updates(self) -> None:
-        """Check that a backward may update parameters, where that is what backward does."""
+        """Check that a backward may update parameters, if this backward does."""
         updates = self._ledger.updates
         if updates is None:
             return
@@ -231,18 +235,18 @@ class StoreGrads:
             if self._params[name].grad is not None:
                 raise GradientError(
                     f"{name}.grad was set by hand, but Plan(update='in-backward') updates with the "
-                    "gradients of one backward alone; set it to None, or use Plan(update='step')"
+                    "gradients of one backward only. Set it to None, or use Plan(update='step')."
                 )
 
     def prepare_update(self, bucket: int) -> None:
-        """Begin to bring what a bucket's update takes into host memory, if it is on NVMe."""
+        """Start bringing the data of a bucket's update into host memory, if it is on NVMe."""
         b = self._layout.buckets[bucket]
         if b.home is Tier.NVME:
             assert self._homes.nvme is not None
             self._homes.nvme.prefetch(bucket, b.dtype)
 
     def may_update_beside(self, names: Collection[str]) -> bool:
-        """Tell whether the updates of these parameters need nothing of the main thread."""
+        """Return whether the updates of these parameters need nothing from the main thread."""
         updates = self._ledger.updates
         return updates is not None and not updates.communicates(names)
 
@@ -250,7 +254,7 @@ class StoreGrads:
         """Take a bucket's gradients, those of `names`, from its parameters.
 
         Returns:
-            What lets the optimizers update the bucket with them, and frees them.
+            A function that lets the optimizers update the bucket with them, and then frees them.
         """
         updates = self._ledger.updates
         assert updates is not None
@@ -260,7 +264,7 @@ class StoreGrads:
         shard.clear()
 
         def run() -> None:
-            with keep_version(flat):  # it tells what others write
+            with keep_version(flat):  # it detects the writes of others
                 update()
             shard.rest()
 

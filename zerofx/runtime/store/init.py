@@ -1,6 +1,6 @@
-"""Where shard values come from: rank 0's materialised model, or initialisation from meta.
+"""Initial values of shards: taken from rank 0's materialised model, or initialised from meta.
 
-A model on meta is initialised module by module on the host, so that it is never whole.
+A model on meta is initialised module by module on the host, so that it is never whole in memory.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ def fill_shards(
 ) -> None:
     """Fill every shard with rank 0's values and swap the parameters, block by block.
 
-    What is on meta on rank 0 is initialised instead, but for `given` names. Only one bucket (or one
-    module, from meta) is whole at a time; the old parameters are dropped as their bucket is done.
+    Parameters on meta on rank 0 are initialised instead, except for `given` names. Only one bucket
+    (or one module, from meta) is whole at a time; old parameters are dropped once their bucket is
+    done.
     """
     order = list(tree.params)
     on_meta = _meta_on_rank_0(store, model, tree)
@@ -50,7 +51,7 @@ def fill_shards(
 
 
 def _meta_on_rank_0(store: ShardStore, model: nn.Module, tree: ParameterTree) -> set[str]:
-    """Return the parameters and buffers that rank 0 has no values for, the same set everywhere."""
+    """Return the parameters and buffers without values on rank 0; the same set on every rank."""
     tensors = {**dict(model.named_buffers()), **tree.params}
     names = list(tensors)
     flags = torch.tensor([t.is_meta for t in tensors.values()], dtype=torch.uint8)
@@ -61,7 +62,7 @@ def _meta_on_rank_0(store: ShardStore, model: nn.Module, tree: ParameterTree) ->
 
 @torch.no_grad()
 def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list[str]) -> None:
-    """Send rank 0's values of what a bucket has of `names`, flat, and keep this rank's slice."""
+    """Send rank 0's flat values of a bucket's parameters among `names`; keep this rank's slice."""
     layout, world = store.layout, store.world
     bucket = layout.buckets[index]
     if layout.tensor_size > 1:
@@ -85,7 +86,7 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
 
 
 def _take_parts(store: ShardStore, tree: ParameterTree, index: int, names: list[str]) -> None:
-    """Send rank 0's values one parameter at a time: ranks of the tensor axis keep other parts."""
+    """Send rank 0's values parameter by parameter: tensor-axis ranks keep different parts."""
     world = store.world
     for param in (p for p in store.layout.buckets[index].params if p.owner in names):
         piece = store.pieces[param.owner]
@@ -109,17 +110,18 @@ def initialise_from_meta(
 ) -> None:
     """Fill the shards of parameters and the buffers in `on_meta`, children before parents.
 
-    For every module that owns some: materialise them on the host, call its `reset_parameters()`
-    and the nearest enclosing `_init_weights(module)`, keep this rank's slice, drop the rest. All
-    ranks run it under one seed, and the user's generator is left as it was.
+    For every module that owns some: materialise them on the host, call its `reset_parameters()` and
+    the nearest enclosing `_init_weights(module)`, keep this rank's slice, and drop the rest. All
+    ranks run this with one seed, and the user's generator is left as it was.
 
-    given: names whose values come later: those are zeros, and their modules are not initialised.
+    given: names whose values come later. They are set to zeros, and their modules are not
+        initialised.
 
     Raises:
         ShardError: a module has no way to initialise what it owns, or left some of it unset.
     """
     unset: dict[str, nn.Module] = {}
-    # inference_mode(False) enables gradients, so no_grad comes after it.
+    # inference_mode(False) enables gradients, so no_grad must come after it.
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.no_grad():
         kept = _values_to_keep(store, model, on_meta)
         torch.default_generator.manual_seed(_agreed_seed(store, seed))
@@ -133,7 +135,8 @@ def initialise_from_meta(
             if params or buffers:
                 _require(resets, path, module, [*params, *buffers])
             for i, reset in enumerate(resets):
-                if i or params or buffers:  # an own reset where nothing is to fill changes nothing
+                # A reset by itself is useless if there is nothing to fill.
+                if i or params or buffers:
                     _call(reset, path, module)
             for name, original in params.items():
                 if _is_unset(tree.params[name]):
@@ -155,7 +158,7 @@ def _leave_for_later(
     on_meta: set[str],
     given: Collection[str],
 ) -> set[int]:
-    """Take what is `given`, under any of its names, as zeros; return who holds some of it (ids)."""
+    """Set the `given` parameters, under any of their names, to zeros; return their modules' ids."""
     paths = {id(module): path for path, module in tree.modules.items()}
     found: set[int] = set()
     for name, holders in tree.holders.items():
@@ -177,7 +180,7 @@ def _leave_for_later(
 def _values_to_keep(
     store: ShardStore, model: nn.Module, on_meta: set[str]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return (tensor, copy) of what came with values: hooks initialise all they are shown."""
+    """Return (tensor, copy) of values that exist already: hooks initialise everything they see."""
     mine = [store.local_view(name) for name in store.params]
     mine += [b for name, b in model.named_buffers() if name not in on_meta]
     mine += [p for name, p in model.named_parameters() if name in store.ignored]
@@ -185,7 +188,7 @@ def _values_to_keep(
 
 
 def _agreed_seed(store: ShardStore, seed: int | None) -> int:
-    """Return the seed, or rank 0's `torch.initial_seed()`, the same on every rank."""
+    """Return the seed, or rank 0's `torch.initial_seed()`; the same on every rank."""
     value = torch.initial_seed() if seed is None else seed
     high, low = divmod(value % 2**64, 2**32)
     box = torch.tensor([high, low], dtype=torch.int64, device=store.world.device)
@@ -217,7 +220,7 @@ def _num_required(func: Hook) -> int:
 
 
 def _resets_of(module: nn.Module, hook: Hook | None) -> list[Hook]:
-    """Return what initialises a module: its own reset first, then the enclosing hook."""
+    """Return the initialisers of a module: its own reset first, then the enclosing hook."""
     names = (*RESETS, "_init_weights")
     found = [getattr(module, n, None) for n in names]
     own = [f for f in found if callable(f) and _num_required(f) == 0][:1]
@@ -230,7 +233,7 @@ def _resets_of(module: nn.Module, hook: Hook | None) -> list[Hook]:
 def _materialise_params(
     module: nn.Module, tree: ParameterTree, on_meta: set[str]
 ) -> dict[str, nn.Parameter]:
-    """Put host memory, filled with NaN, in place of the module's own parameters on meta."""
+    """Replace the module's own parameters on meta by host memory filled with NaN."""
     done: dict[str, nn.Parameter] = {}
     for name, holders in _held_by(module, tree):
         param = tree.params[name]
@@ -247,7 +250,7 @@ def _materialise_params(
 
 
 class _Pending(nn.Parameter):
-    """A parameter on the host that waits for its module's initialisation."""
+    """A parameter on the host that is waiting for its module's initialisation."""
 
 
 def _held_by(module: nn.Module, tree: ParameterTree) -> list[tuple[str, list[Any]]]:
@@ -266,7 +269,7 @@ def _materialise_buffers(module: nn.Module, path: str, on_meta: set[str]) -> lis
 
 
 def _unset_like(tensor: Tensor) -> Tensor:
-    """Return host memory filled with what `_is_unset` recognises."""
+    """Return host memory filled with values that `_is_unset` recognises."""
     out = torch.empty_like(tensor, device="cpu")
     if out.is_floating_point() or out.is_complex():
         return out.fill_(float("nan"))
@@ -284,9 +287,9 @@ def _is_unset(tensor: Tensor | None) -> bool:
 def _require(resets: list[Hook], path: str, module: nn.Module, names: list[str]) -> None:
     if not resets:
         raise ShardError(
-            f"{names[0]} is on meta and its module {path or 'the model'} "
-            f"({type(module).__name__}) has no reset_parameters(); give it one (or the model an "
-            "_init_weights(module)), or build the model on the host"
+            f"{names[0]} is on meta, and its module {path or 'the model'} "
+            f"({type(module).__name__}) has no reset_parameters(). Give it one (or the model an "
+            "_init_weights(module)), or build the model on the host."
         )
 
 
@@ -296,7 +299,7 @@ def _call(reset: Hook, path: str, module: nn.Module) -> None:
     except Exception as error:
         raise ShardError(
             f"initialising {path or 'the model'} ({type(module).__name__}) from meta failed: "
-            f"{error}; build the model on the host instead"
+            f"{error}. Build the model on the host instead."
         ) from error
 
 
@@ -308,14 +311,14 @@ def _keep_slice(store: ShardStore, tree: ParameterTree, name: str, original: nn.
 
 
 def _check_set(store: ShardStore, model: nn.Module, unset: dict[str, nn.Module]) -> None:
-    """Raise for what is still unset after every enclosing module had its turn."""
+    """Raise for values that are still unset after all enclosing modules were initialised."""
     for name, module in unset.items():
         value: Tensor | None = store.params.get(name)
         if value is None:
             value = model.get_buffer(name)
         if _is_unset(value):
             raise ShardError(
-                f"{name} is on meta, and neither {type(module).__name__}.reset_parameters() nor "
-                "an enclosing _init_weights set all of it; build the model on the host, or set it "
-                "there"
+                f"{name} is on meta, and neither {type(module).__name__}.reset_parameters() nor an "
+                "enclosing _init_weights set all of it. Build the model on the host, or set it "
+                "there."
             )

@@ -1,4 +1,4 @@
-"""The shards of one model on one rank: flat buffers, and the parameters that show pieces."""
+"""Shards of one model on one rank: flat buffers, and the parameters that show pieces of them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zerofx.runtime.tiers.homes import claim_space
 
 
 class ShardStore:
-    """What this rank owns of a model: one flat shard per bucket, and its gradients.
+    """A rank's part of a model: one flat shard per bucket, and its gradients.
 
-    The shards of a tiled parameter's buckets lie one after another in one allocation.
+    The shards of a tiled parameter's buckets are consecutive in one allocation.
 
-    `params` maps canonical names to what the user sees: sharded wrappers, or plain tensors of the
-    global shape where the shard axis has one rank. `replaced` maps id(old parameter) to the new
-    one, for an optimizer that was built before.
+    `params` maps canonical names to the tensors that the user sees: sharded wrappers, or plain
+    tensors of the global shape if the shard axis has one rank. `replaced` maps id(old parameter) to
+    the new one, for an optimizer that was built before.
     """
 
     def __init__(
@@ -52,7 +52,8 @@ class ShardStore:
                 layout.part(self._flats[layout.block_of[b.index]], b.index) for b in layout.buckets
             ]
         self.params: dict[str, nn.Parameter] = {}
-        self.ignored: frozenset[str] = frozenset()  # all names of parameters that are the user's
+        # All names of parameters that zerofx leaves to the user.
+        self.ignored: frozenset[str] = frozenset()
         self.replaced: dict[int, nn.Parameter] = {}
         self.grads = StoreGrads(self.ledger, self.params, self.pieces, self._flats)
         self._bindings: Bindings
@@ -70,16 +71,19 @@ class ShardStore:
         given: Collection[str] = (),
         ignored: Collection[str] = (),
     ) -> ShardStore:
-        """Take the model's values (rank 0's) into shards and swap its parameters in place.
+        """Move the model's values (rank 0's) into shards and swap its parameters in place.
 
-        Parameters on meta are initialised module by module under one seed, `seed` or rank 0's
-        `torch.initial_seed()`. A collective call. `in_backward`: updates run inside backward.
-        `folder`: of what lives on NVMe. `given`: names of what is on meta whose values come later.
-        `ignored`: names of parameters that are left as they are.
+        Parameters on meta are initialised module by module under one seed: `seed`, or rank 0's
+        `torch.initial_seed()`. This is a collective call.
+
+        in_backward: whether updates run inside backward.
+        folder: for data on NVMe.
+        given: names of parameters on meta whose values come later.
+        ignored: names of parameters that are left as they are.
 
         Raises:
-            ShardError: a parameter cannot be laid out or initialised; the model is unchanged
-                unless the initialisation itself failed.
+            ShardError: a parameter cannot be laid out or initialised; the model is unchanged unless
+                the initialisation itself failed.
         """
         tree = ParameterTree(model, ignored)
         tree.check()
@@ -94,7 +98,7 @@ class ShardStore:
     def _make(
         cls, layout: Layout, world: World, in_backward: bool, folder: str | None
     ) -> ShardStore:
-        """Return a store without values: on every rank, or where files are needed on none."""
+        """Return a store without values: on every rank, or on none if files cannot be created."""
         if not _is_far(layout):
             return cls(layout, world, in_backward, folder)
         assert folder is not None, "a plan with the tier nvme has a path"
@@ -104,12 +108,12 @@ class ShardStore:
         def make() -> None:
             made.append(cls(layout, world, in_backward, folder))
 
-        together(world, f"making the files in {folder}", make, NvmeError)
+        together(world, f"creation of the files in {folder}", make, NvmeError)
         return made[0]
 
     @classmethod
     def copy_of(cls, other: ShardStore, model: nn.Module) -> ShardStore:
-        """Return a store of its own memory with `other`'s values, over a copy of its model."""
+        """Return a store with its own memory and `other`'s values, over a copy of its model."""
         tree = ParameterTree(model, other.ignored)
         store = cls(other.layout, other.world, other.updates is not None, other.folder)
         with torch.no_grad():
@@ -134,28 +138,28 @@ class ShardStore:
 
     @property
     def updates(self) -> Updates | None:
-        """Who updates the parameters inside backward; None where optimizers step after it."""
+        """The updates inside backward; None if optimizers step after it."""
         return self.ledger.updates
 
     @property
     def epoch(self) -> int:
-        """A number that grows with every write to parameters that was or may have been made."""
+        """A number that increases with every write to parameters that was or may have been made."""
         return self.ledger.writes + self.ledger.handouts
 
     @property
     def writes(self) -> int:
-        """A number that grows with every write to parameters that was seen, delayed ones apart."""
+        """A number that increases with every detected write to parameters, except delayed ones."""
         return self.ledger.seen_writes if self.ledger.is_delayed else self.ledger.writes
 
     def local_view(self, name: str) -> Tensor:
-        """Return what the flat shard holds of a parameter, 1-D."""
+        """Return the elements of a parameter that the flat shard holds, 1-D."""
         piece = self.pieces[name]
         return piece.within(self._flats[self.layout.block_of[piece.bucket.index]])
 
     def adopt(self, tree: ParameterTree, name: str, original: nn.Parameter) -> None:
-        """Make the parameter over the shard's values and put it wherever the old one is held.
+        """Create the parameter over the shard's values and put it wherever the old one is held.
 
-        `original` is what the user had, which `tree` may hold a materialised copy of.
+        `original` is the user's parameter; `tree` may hold a materialised copy of it.
         """
         new = self._parameter(name, tree.params[name])
         self.replaced[id(original)] = new
@@ -163,16 +167,16 @@ class ShardStore:
         leave_behind(original)
 
     def _parameter(self, name: str, like: nn.Parameter) -> nn.Parameter:
-        """Make parameter `name` over the shard's values, with the flag and attributes of `like`."""
+        """Create parameter `name` over the shard's values, with `like`'s flag and attributes."""
         with torch.inference_mode(False), torch.no_grad():
             new = make_parameter(self.local_view(name), self.pieces[name], like.requires_grad)
         vars(new).update(attributes_of(like))
         self.params[name] = new
         return new
 
-    # -- what the user may have changed -------------------------------------------------------
+    # -- changes that the user may have made -------------------------------------------------------
     def poll_writes(self) -> int:
-        """Notice writes that torch counted in the flat shards' versions; return `writes`."""
+        """Detect writes that torch counted in the flat shards' versions; return `writes`."""
         versions = sum(map(version_of, self.shards))
         if versions != self._versions:
             self._versions = versions
@@ -184,13 +188,14 @@ class ShardStore:
         self.ledger.pending.join()
 
     def check_bindings(self) -> None:
-        """Make sure that the module tree holds what was compiled, and that it lies in the shards.
+        """Check that the module tree holds the compiled parameters, and that they are in shards.
 
-        What was assigned in a parameter's place (`module.weight = nn.Parameter(...)`,
-        `load_state_dict(assign=True)`) has its values copied into the shard, and ours is put back.
+        If another tensor was assigned in a parameter's place (`module.weight = nn.Parameter(...)`,
+        `load_state_dict(assign=True)`), its values are copied into the shard and our parameter is
+        put back.
 
         Raises:
-            ShardError: a submodule was exchanged, or values do not fit; names it.
+            ShardError: a submodule was exchanged, or values do not fit; the message names it.
         """
         self._bindings.check()
         self.poll_writes()
@@ -204,12 +209,12 @@ class ShardStore:
 
 
 def _is_far(layout: Layout) -> bool:
-    """Tell whether anything lives on NVMe."""
+    """Return whether any shard lives on NVMe."""
     return any(b.home is Tier.NVME for b in layout.buckets)
 
 
 def _check_layout(tree: ParameterTree, layout: Layout) -> None:
-    """Raise where the layout and the model's parameters are not the same."""
+    """Check that the layout and the model have the same parameters."""
     missing = tree.params.keys() ^ layout.owned.keys()
     assert not missing, f"layout and model differ in {sorted(missing)}"
     for name, param in tree.params.items():

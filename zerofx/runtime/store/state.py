@@ -1,4 +1,4 @@
-"""Full tensors out of and into shards, and what torch.distributed.checkpoint saves of them."""
+"""Full state of a store: full tensors from and into shards, and values for torch's checkpoints."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 def full_tensor(store: ShardStore, name: str) -> Tensor:
-    """Return the whole of one parameter, where its pieces live; a collective call."""
+    """Return one whole parameter, on the tier of its pieces; a collective call."""
     store.settle()
     return store.pieces[name].whole(store.local_view(name))
 
 
 def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
-    """Return all of a bucket, flat; a collective call, which `what` names for errors.
+    """Return a whole bucket, flat; a collective call, which `what` names in errors.
 
-    What lives on NVMe is read directly, so that it is proved and no page of a mapping is held.
+    Parameters on NVMe are read directly, so that they are verified and no page stays mapped.
     """
     world, shard = store.world, store.shards[bucket.index]
     store.ledger.check_whole(what)
@@ -51,11 +51,11 @@ def gather_bucket(store: ShardStore, bucket: Bucket, what: str) -> Tensor:
 
 
 class FullReader:
-    """Reads parameters whole, each when it is asked for; each read is collective.
+    """Reads whole parameters one by one on request; each read is a collective call.
 
-    The last bucket that was gathered is kept, so that reading in order gathers each once.
+    The last gathered bucket is kept, so that reading in order gathers each bucket once.
 
-    device: where they are put; the host by default.
+    device: where the results are put; the host by default.
     """
 
     def __init__(self, store: ShardStore, device: torch.device | None = None) -> None:
@@ -64,7 +64,7 @@ class FullReader:
 
     @torch.no_grad()
     def read(self, name: str) -> Tensor:
-        """Return one parameter whole, in memory of its own."""
+        """Return one whole parameter, in memory of its own."""
         self._store.settle()
         where, first = self._store.layout.owned[name][0]
         whole = torch.empty(first.whole_shape, dtype=where.dtype, device=self._device)
@@ -75,25 +75,25 @@ class FullReader:
                 part = join_parts(self._store.world, part, param.part)
             (whole if param.tile is None else whole[rows]).copy_(part)
             if param is bucket.params[-1]:
-                self._last = None  # it would stay on the device as long as this reader does
+                self._last = None  # otherwise it would stay on the device as long as this reader
         return whole
 
     def _gathered(self, bucket: Bucket, name: str) -> Tensor:
         if self._last is None or self._last[0] != bucket.index:
-            self._last = None  # its memory first
+            self._last = None  # frees its memory first
             full = gather_bucket(self._store, bucket, f"reading {name} of a state_dict{_TOGETHER}")
             self._last = bucket.index, full
         return self._last[1]
 
 
-_TOGETHER = " (from NVMe all ranks read it together; to save on one: zerofx.full_state_dict)"
+_TOGETHER = " (all ranks must read it together from NVMe; zerofx.full_state_dict saves on one rank)"
 
 
 @torch.no_grad()
 def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, full tensor on the host), gathering one bucket at a time; a collective call.
 
-    With `rank0_only` the other ranks take part and yield nothing. The order is the layout's.
+    With `rank0_only`, the other ranks take part and yield nothing. The order is the layout's.
     """
     world, layout = store.world, store.layout
     store.settle()
@@ -118,21 +118,21 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
 
 
 def full_state(store: ShardStore, rank0_only: bool = False) -> dict[str, Tensor]:
-    """Return all parameters whole, on the host, in registration order; a collective call."""
+    """Return all whole parameters, on the host, in registration order; a collective call."""
     found = dict(iter_full_state(store, rank0_only))
     return {name: found[name] for name in store.params if name in found}
 
 
 def sharded_state(store: ShardStore) -> dict[str, Tensor]:
-    """Return what torch.distributed.checkpoint saves and loads of every parameter, by name.
+    """Return the values that torch.distributed.checkpoint saves and loads, by parameter name.
 
-    Values share memory with the parameters, so that loading fills them in place: sharded tensors,
-    or plain ones where the shard axis has one rank. The order is that of registration.
+    They share memory with the parameters, so that loading fills them in place: sharded tensors, or
+    plain ones if the shard axis has one rank. They are in registration order.
     """
     store.settle()
     return {name: param.detach() for name, param in store.params.items()}
 
 
 def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
-    """Return every parameter as one flat tensor of its elements: the form of zerofx 0.1.0."""
+    """Return every parameter as one flat tensor of its elements, in the format of zerofx 0.1.0."""
     return {name: flat_piece(param) for name, param in sharded_state(store).items()}

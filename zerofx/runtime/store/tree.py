@@ -1,6 +1,6 @@
-"""The module tree and its parameters: which modules hold each one, and whether they still do.
+"""Module tree and its parameters: which modules hold each one, and whether they still do.
 
-A program runs on the modules and parameters that were there when it was captured.
+A program runs on the modules and parameters that existed when it was captured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, piece_of
 Holder = tuple[nn.Module, str]
 
 
-# What gloo and NCCL both reduce, and torch itself adds.
+# Dtypes that both gloo and NCCL reduce, and that torch itself adds.
 SUMMABLE = frozenset(
     {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128}
 )
@@ -33,7 +33,7 @@ SUMMABLE = frozenset(
 class ParameterTree:
     """Every distinct parameter under its canonical (first) name, and all places that hold it.
 
-    ignored: names of parameters that stay the user's; `left` has them.
+    ignored: names of parameters that stay the user's; `left` contains them.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -55,24 +55,20 @@ class ParameterTree:
                 self.holders.setdefault(name, []).append((module, key))
 
     def check(self) -> None:
-        """Raise unless every parameter is plain, initialised or on meta, and without gradient.
-
-        Raises:
-            ShardError: names the parameter and the fix.
-        """
+        """Raise unless every parameter is plain, initialised or on meta, and without gradient."""
         for name, param in self.params.items():
             if piece_of(param) is not None:
-                raise ShardError(f"{name} belongs to a compiled model already; compile once")
+                raise ShardError(f"{name} belongs to a compiled model already. Compile it once.")
             if nn.parameter.is_lazy(param):
                 raise ShardError(
-                    f"{name} is a lazy parameter without a shape; run the model once before "
-                    "zerofx.compile"
+                    f"{name} is a lazy parameter without a shape. Run the model once before "
+                    "zerofx.compile."
                 )
             torch_function = type(param).__torch_function__
             if torch_function is not nn.Parameter.__torch_function__:
                 raise ShardError(
                     f"{name} is a {type(param).__name__}, and only plain parameters can be laid "
-                    "out in flat shards; compile before quantising or distributing it"
+                    "out in flat shards. Compile before quantising or distributing it."
                 )
             check_summable(name, param)
             if has_gradient_hooks(param):
@@ -83,21 +79,22 @@ class ParameterTree:
                 )
             if param.grad is not None:
                 raise ShardError(
-                    f"{name} has a gradient already, which sharding would drop; call "
-                    "model.zero_grad() before zerofx.compile"
+                    f"{name} already has a gradient, which sharding would drop. Call "
+                    "model.zero_grad() before zerofx.compile."
                 )
         for name, param in self.left.items():
             if param.is_meta:
                 raise ShardError(
-                    f"{name} is on meta, and Plan.ignored_params leaves it to you: give it values "
-                    "before zerofx.compile, or do not ignore it"
+                    f"{name} is on meta, and Plan.ignored_params leaves it to you. Give it values "
+                    "before zerofx.compile, or do not ignore it."
                 )
         self._check_memory()
 
     def _check_memory(self) -> None:
-        """Raise where a parameter shares memory with another one or with a buffer.
+        """Raise if a parameter shares memory with another parameter or with a buffer.
 
-        Each gets memory of its own in a shard, so that what was one would silently become two.
+        Each gets memory of its own in a shard, so the shared memory would silently become two
+        copies.
         """
         found: list[tuple[str, int, int, str, bool]] = []  # memory, first byte, end, name, param?
         params = {**self.params, **self.left}
@@ -110,7 +107,7 @@ class ParameterTree:
                     continue
                 seen.add(id(buffer))
                 found.append((*memory_range(buffer), f"{path}.{key}" if path else key, False))
-        reach: tuple[str, int, str, bool] | None = None  # the range so far that ends last
+        reach: tuple[str, int, str, bool] | None = None  # the range, so far, with the highest end
         for memory, start, end, name, is_param in sorted(found):
             if start == end:
                 continue
@@ -136,50 +133,50 @@ def check_summable(name: str, param: torch.Tensor) -> None:
     """Raise for a trained parameter whose gradients cannot be summed over ranks.
 
     Raises:
-        ShardError: names the parameter and its format.
+        ShardError: names the parameter and its dtype.
     """
     if param.requires_grad and param.dtype not in SUMMABLE:
         raise ShardError(
-            f"{name} is {param.dtype}, of which no backend sums gradients over ranks; keep it in "
-            "float32 or bfloat16 and cast in forward, or freeze it (requires_grad_(False))"
+            f"{name} is {param.dtype}, whose gradients no backend can sum over ranks. Keep it in "
+            "float32 or bfloat16 and cast in forward, or freeze it (requires_grad_(False))."
         )
 
 
 def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
     way = (
-        f"to tie them, make them one Parameter ({other} = {one})"
+        f"To tie them, make them one Parameter ({other} = {one})"
         if are_parameters
-        else "compute the buffer from the parameter in forward"
+        else "Compute the buffer from the parameter in forward"
     )
     return ShardError(
         f"{one} and {other} share memory but are two tensors, and sharding would silently untie "
-        f"them; {way}; to keep them apart, give one a copy (its .data.clone())"
+        f"them. {way}. To keep them apart, give one a copy (its .data.clone())."
     )
 
 
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
-    """Return what users and libraries hung on a parameter (`p.no_weight_decay = True`)."""
+    """Return attributes that users and libraries set on a parameter (`p.tag = 1`)."""
     ours = ("zfx", "_grad")
     return {k: v for k, v in vars(param).items() if k not in ours}
 
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _REBUILD = (
-    "; make the change before zerofx.compile, or build the changed model, load this one's "
-    "zerofx.full_state_dict and compile that"
+    ". Make the change before zerofx.compile, or build the changed model, load this one's "
+    "zerofx.full_state_dict and compile that."
 )
 
-# id of a module's `_parameters` (a compiled model shares its root's) -> key -> what was assigned
+# id of a module's `_parameters` (a compiled model shares its root's) -> key -> the value assigned
 # there (`module.weight = nn.Parameter(...)`, `load_state_dict(assign=True)`) since the last check
 _assigned: dict[int, dict[str, nn.Parameter]] = {}
 
 
 @cache
 def _watch_assignments() -> None:
-    """Tell assignments from what is written past them, once per process.
+    """Distinguish assignments from writes that bypass them; installed once per process.
 
-    `torch.func.functional_call` puts its values into `_parameters` for one call only; to take them
-    for a load would overwrite the weights for good.
+    `torch.func.functional_call` puts its values into `_parameters` for one call only. Treating them
+    as a load would overwrite the weights permanently.
     """
     register_module_parameter_registration_hook(_note_assignment)
 
@@ -193,8 +190,8 @@ def _note_assignment(module: nn.Module, key: str, param: nn.Parameter) -> None:
 class Bindings:
     """The parameters, their storages and the submodules of a compiled model, as of compile.
 
-    `params` and `views` (what the flat shards hold of each, 1-D) are by canonical name, in one
-    order.
+    `params` and `views` (the 1-D ranges of the flat shards) are keyed by canonical name, in the
+    same order.
     """
 
     def __init__(
@@ -211,7 +208,7 @@ class Bindings:
         self._modules = list(tree.modules.items())
         self._children = [own_children(m) for m in tree.modules.values()]
         self._expected = [dict(c) for c in self._children]
-        # what carries each piece: its local tensor, or the parameter itself
+        # the object that carries each piece: its local tensor, or the parameter itself
         self._carriers = [pieces[name].local(p) for name, p in params.items()]
         self._shapes = [t.shape for t in self._carriers]
         self._pointers = [t.data_ptr() for t in self._carriers]
@@ -274,20 +271,20 @@ class Bindings:
         if isinstance(found, DTensor) and piece_of(found) is None:
             raise ShardError(
                 f"{name}: a DTensor was put in the parameter's place, as parallelize_module, "
-                "distribute_module and fully_shard do, but the model is sharded by zerofx.compile "
-                "already; drop that call, and train the compiled model as it is"
+                "distribute_module and fully_shard do, but zerofx.compile has already sharded the "
+                "model. Drop that call, and train the compiled model as it is."
             )
         if any(found is param for param in self._params.values()):
             raise ShardError(
-                f"{name}: the module now holds another parameter of the model, which would tie "
-                f"the two, but the compiled programs update each for itself{_REBUILD}"
+                f"{name}: the module now holds another parameter of the model, which would tie the "
+                f"two, but the compiled programs update each separately{_REBUILD}"
             )
         if not is_assigned:
             raise ShardError(
-                f"{name}: a {type(found).__name__} was put in the parameter's place past the "
-                "module, as torch.func.functional_call does, but a compiled model computes from "
-                "its shards only; load the values (model.load_state_dict, or module."
-                f"{key} = nn.Parameter(...)), or make the call with the uncompiled model"
+                f"{name}: a {type(found).__name__} was put in the parameter's place without using "
+                "the module, as torch.func.functional_call does, but a compiled model computes "
+                f"only from its shards. Load the values (model.load_state_dict, or module.{key} = "
+                "nn.Parameter(...)), or make the call with the uncompiled model."
             )
         for what, theirs, own in (
             ("dtype", found.dtype, ours.dtype),
@@ -323,7 +320,8 @@ class Bindings:
             if carrier.numel() != view.numel() or carrier.dtype != view.dtype:
                 raise ShardError(
                     f"{name}: its storage was replaced by {carrier.numel()} elements of "
-                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}"
+                    f"{carrier.dtype}, but the shard holds {view.numel()} of {view.dtype}. Write "
+                    "into the parameter in place."
                 )
             with torch.no_grad():
                 view.copy_(carrier.detach().reshape(-1))
@@ -340,7 +338,7 @@ def _exchanged(name: str, before: nn.Module | None, now: nn.Module | None) -> Sh
     if now is None:
         what = f"the {type(before).__name__} there was removed"
     else:
-        what = f"another module, a {type(now).__name__}, was put there"
+        what = f"another module, a {type(now).__name__}, was put in its place"
     return ShardError(f"{name}: {what}, but the compiled programs run the old one{_REBUILD}")
 
 

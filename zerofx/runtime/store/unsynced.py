@@ -1,7 +1,7 @@
-"""Gradients under no_sync: summed on each rank alone until the first backward outside.
+"""Gradients under no_sync: summed separately on each rank until the first backward outside.
 
-`p.grad` says that there is a sum, so that whoever clears it (the optimizer's `zero_grad`, the
-model's, `p.grad = None`) drops the sum, one parameter at a time.
+`p.grad` shows that a sum exists. Clearing it (with the optimizer's or the model's `zero_grad`, or
+with `p.grad = None`) drops the sum, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _READABLE = ("device", "dtype", "layout", "requires_grad", "is_complex")
 
 
 class Unreduced(Tensor):
-    """One parameter's range of this rank's sum: the local tensor of its `p.grad` meanwhile.
+    """One parameter's range of this rank's sum: the local tensor of its `p.grad` until reduced.
 
-    It can be zeroed. Anything else raises, since the gradient is not known before the reduction:
-    this rank's sum in its place would be silently wrong.
+    It can be zeroed. Every other operation raises, since the gradient is not known before the
+    reduction, and using this rank's sum instead would be silently wrong.
     """
 
     param_name: str
-    before: Tensor | None  # the reduced gradient that p.grad showed, to which the sum adds
+    before: Tensor | None  # the reduced gradient that p.grad showed, to which the sum is added
 
     @staticmethod
     def of(values: Tensor, name: str, before: Tensor | None) -> Unreduced:
@@ -58,9 +58,9 @@ class Unreduced(Tensor):
         found = first_of(Unreduced, (args, kwargs))
         assert found is not None, f"{op}: no unreduced gradient among its arguments"
         raise GradientError(
-            f"{found.param_name}: {op} of a gradient that no_sync has summed on each rank "
-            "alone; run the last backward of a step outside no_sync, which reduces the sum, or "
-            "drop it with zero_grad()"
+            f"{found.param_name}: {op} of a gradient that no_sync has summed only on each rank. "
+            "Run the last backward of a step outside no_sync, which reduces the sum, or drop it "
+            "with zero_grad()."
         )
 
 
@@ -76,10 +76,10 @@ def _zero(tensor: Tensor) -> None:
 
 
 class _Sum:
-    """This rank's sum for one sharded block, whole, and the p.grad of each parameter in it."""
+    """This rank's whole sum for one sharded block, and the p.grad of each parameter in it."""
 
     def __init__(self, store: ShardStore, block: tuple[Bucket, ...], buffer: Tensor) -> None:
-        """Begin with zeros in the shards' format, not the one that gradients travel in."""
+        """Start with zeros in the shards' dtype, not in the dtype of reductions."""
         numel, dtype = reduction.sum_form(block)
         full = torch.zeros(numel, dtype=dtype, device=buffer.device)
         self._parts = dict(
@@ -88,7 +88,7 @@ class _Sum:
         self._store = store
         self._marks: dict[str, tuple[Any, Unreduced]] = {}
         self._ranges = {p.name: full[p.offset : p.end] for p in block[0].params}
-        if len(block) > 1:  # tiles of one parameter, one behind another
+        if len(block) > 1:  # tiles of one parameter, consecutive in memory
             self._ranges = {block[0].params[0].owner: full}
         self._settled: frozenset[str] | None = None
 
@@ -97,7 +97,7 @@ class _Sum:
         return self._parts[bucket]
 
     def mark(self, names: Collection[str]) -> None:
-        """Let p.grad of these parameters stand for their part of the sum."""
+        """Let p.grad of these parameters represent their part of the sum."""
         for name in names:
             param = self._store.params[name]
             if name in self._marks or not param.requires_grad:
@@ -108,7 +108,7 @@ class _Sum:
             self._marks[name] = shown, inner
 
     def forget_cleared(self) -> Collection[str]:
-        """Drop what was summed for parameters whose p.grad is another by now; return the rest."""
+        """Drop sums of parameters whose p.grad was replaced since; return the remaining names."""
         for name, (shown, _) in list(self._marks.items()):
             if self._store.params[name].grad is not shown:
                 self._ranges[name].zero_()
@@ -116,7 +116,7 @@ class _Sum:
         return self._marks.keys()
 
     def unmark(self) -> frozenset[str]:
-        """Give back each p.grad that was there before, once; return the names with a sum."""
+        """Restore each earlier p.grad, once; return the names with a sum."""
         if self._settled is None:
             self._settled = frozenset(self.forget_cleared())
             for name in self._settled:
@@ -125,17 +125,17 @@ class _Sum:
 
 
 class LocalSums:
-    """All that no_sync has summed on this rank, by bucket; the tiles of a parameter share a sum.
+    """All sums of no_sync on this rank, by bucket; the tiles of a parameter share one sum.
 
-    Where parameters are sharded, the sum lies in a whole bucket beside the gradient shard and
-    p.grad is an unreadable stand-in. Where every rank holds whole parameters, it lies in p.grad
-    itself, as under DistributedDataParallel: what is done to p.grad is done to the sum.
+    If parameters are sharded, the sum is a whole bucket next to the gradient shard, and p.grad is
+    an unreadable placeholder. If every rank holds whole parameters, the sum is in p.grad itself, as
+    under DistributedDataParallel: changes to p.grad change the sum.
     """
 
     def __init__(self, store: ShardStore) -> None:
         self._store = store
         self._lie_apart = reduction.sums_lie_apart(store.layout)
-        self._scales: dict[int, float] = {}  # bucket with a sum -> what its reduction scales by
+        self._scales: dict[int, float] = {}  # bucket with a sum -> scale of its reduction
         self._sums: dict[int, _Sum] = {}  # by block
 
     def add(
@@ -146,7 +146,7 @@ class LocalSums:
         scale: float,
         loss_scale: float = 1.0,
     ) -> None:
-        """Add a packed bucket of which `names` have gradients to the sum, which is unscaled."""
+        """Add a packed bucket, of which `names` have gradients, to the unscaled sum."""
         self._scales[bucket] = scale
         if not self._lie_apart:
             target, accumulate = self._store.grads.target(bucket)
@@ -166,7 +166,7 @@ class LocalSums:
         held.mark(names)
 
     def holds(self, bucket: int) -> bool:
-        """Tell whether a sum of this bucket waits for its reduction."""
+        """Return whether a sum of this bucket is waiting for its reduction."""
         return bucket in self._scales
 
     def settle(
@@ -175,7 +175,7 @@ class LocalSums:
         """Add the sum to a bucket that is about to be reduced.
 
         Returns:
-            Where to reduce into, whether to add to what that holds, and the parameters which get a
+            The tensor to reduce into, whether to add to its contents, and the parameters that get a
             gradient from the sum.
         """
         if self._scales.pop(bucket, None) is None:
@@ -193,14 +193,15 @@ class LocalSums:
         target, is_set = self._store.grads.target(bucket)
         if not is_set:
             return target, False, frozenset()
-        # with what was reduced before: equal on all ranks, so is its mean
+        # The sum includes the earlier reduced gradient, which is equal on all ranks, as is its
+        # mean.
         buffer.add_(target, alpha=loss_scale)
         params = self._store.params
         shown = (n for n in layout.buckets[bucket].names if params[n].grad is not None)
         return target, False, frozenset(shown)
 
     def left(self) -> dict[int, float]:
-        """Return the buckets whose sums still wait for a reduction, with its scale, in order."""
+        """Return the buckets whose sums still wait for a reduction, in order, with its scale."""
         for bucket in list(self._scales):
             if not self._is_waiting(bucket):
                 del self._scales[bucket]

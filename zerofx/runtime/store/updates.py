@@ -1,4 +1,4 @@
-"""Updates inside backward: which optimizer makes them, and that each is one step of the loop."""
+"""Updates inside backward: which optimizer makes them, and the check for one step per backward."""
 
 from __future__ import annotations
 
@@ -18,34 +18,36 @@ _PLAN = "Plan(update='in-backward')"
 class BucketOptimizer(Protocol):
     """An optimizer that can step one bucket of a model at a time."""
 
-    communicates: bool  # an update asks other ranks, so it must run where collectives do
+    # An update communicates with other ranks, so it must run in collective order.
+    communicates: bool
 
     def update_in_backward(self) -> None:
-        """Take over its parameters of models whose backward updates them."""
+        """Start updating those of its parameters whose models update inside backward."""
 
     def make_states(self, params: Sequence[Any]) -> None:
-        """Make the states, zeros of no step, of those of these parameters that have none."""
+        """Create missing states of these parameters, as zeros at step 0."""
 
     def begin_backward(self) -> None:
-        """Make ready for the updates of one backward."""
+        """Prepare for the updates of one backward."""
 
     def take_bucket(self, ledger: Ledger, bucket: int) -> Callable[[], None]:
-        """Take the gradients that a bucket's parameters have now; return what updates with them."""
+        """Take the current gradients of a bucket's parameters; return a function to apply them."""
 
 
 class Updates:
-    """Who updates the parameters of one model inside its backward passes.
+    """Tracks which optimizers update the parameters of one model inside its backward passes.
 
-    A backward leaves no gradients: they are freed bucket by bucket, so `p.grad` may not be read
-    until the `step()` that follows it in the loop, nor may another backward run. One that an
-    exception ends between two updates leaves a step half made, which nothing here can take back:
-    the next backward raises, until `step()` accepts it or a load replaces it.
+    A backward leaves no gradients: they are freed bucket by bucket. Until the `step()` that follows
+    it in the loop, `p.grad` may not be read and no other backward may run. If an exception ends a
+    backward between two updates, the step is incomplete and cannot be undone. The next backward
+    then raises, until `step()` accepts that state or a load replaces it.
     """
 
     def __init__(self) -> None:
         self._owners: dict[str, weakref.ref[Any]] = {}  # parameter -> its optimizer
         self._unstepped: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._running: weakref.WeakSet[Any] = weakref.WeakSet()  # in the backward that runs now
+        # Optimizers of the running backward.
+        self._running: weakref.WeakSet[Any] = weakref.WeakSet()
         self._half_made = False
         self._checked: Collection[str] = ()
 
@@ -53,7 +55,8 @@ class Updates:
         """Let `optimizer` update these parameters from now on, in place of any earlier one.
 
         Raises:
-            ShardError: it cannot step buckets, or clips, for which all gradients must be known.
+            ShardError: it cannot step buckets, or it clips, which requires all gradients to be
+                known.
         """
         check_optimizer(optimizer)
         for name in names:
@@ -72,22 +75,22 @@ class Updates:
         """Check, before anything is launched, that a backward may update these parameters.
 
         Raises:
-            GradientError: a parameter has no optimizer, or was updated since the last step; or a
-                backward that failed has left a step half made.
+            GradientError: a parameter has no optimizer, or was updated since the last step, or a
+                failed backward has left a step incomplete.
         """
         if self._half_made:
             raise GradientError(
-                f"an exception ended the last backward after some parameters were updated "
-                f"({_PLAN}) and before others were; zerofx.load an earlier state, or call "
-                "optimizer.step() to go on with what there is"
+                "an exception ended the last backward after some parameters were updated "
+                f"({_PLAN}) and before others were. zerofx.load an earlier state, or call "
+                "optimizer.step() to continue with the current one."
             )
         for name in trained if self._unstepped else ():
             if self._owner(name) in self._unstepped:
                 raise GradientError(
-                    f"{name}: a second backward since optimizer.step(): {_PLAN} updates the "
-                    "parameters inside every backward and cannot sum the gradients of several; "
-                    "call optimizer.step() after each, freeze what a loss is not meant to train "
-                    "(requires_grad_(False)) before its forward, or use Plan(update='step')"
+                    f"{name}: a second backward ran since optimizer.step(). {_PLAN} updates the "
+                    "parameters inside every backward and cannot sum the gradients of several. "
+                    "Call optimizer.step() after each, freeze parameters that a loss should not "
+                    "train (requires_grad_(False)) before its forward, or use Plan(update='step')."
                 )
         if trained != self._checked:
             for name in trained:
@@ -97,7 +100,7 @@ class Updates:
             optimizer.begin_backward()
 
     def take(self, ledger: Ledger, bucket: int, names: Collection[str]) -> Callable[[], None]:
-        """Take the gradients of a bucket; return what updates it, at once or later.
+        """Take the gradients of a bucket; return a function that applies them, now or later.
 
         names: its parameters that have a gradient.
         """
@@ -107,23 +110,23 @@ class Updates:
             taken.append(optimizer.take_bucket(ledger, bucket))
 
         def update() -> None:
-            while taken:  # what was taken holds the gradients
+            while taken:  # its elements hold the gradients
                 taken.pop(0)()
             ledger.note_update()
 
         return update
 
     def communicates(self, names: Iterable[str]) -> bool:
-        """Tell whether the update of any of these parameters asks other ranks."""
+        """Return whether the update of any of these parameters communicates with other ranks."""
         return any(optimizer.communicates for optimizer in self._optimizers(names))
 
     def end(self) -> None:
-        """Note that a backward has made its updates."""
+        """Record that a backward has made its updates."""
         self._unstepped.update(self._running)
         self._running.clear()
 
     def abandon(self) -> None:
-        """Note that an exception has ended a backward."""
+        """Record that an exception has ended a backward."""
         self._half_made |= bool(self._running)
         self.end()
 
@@ -134,28 +137,28 @@ class Updates:
     def _require_owner(self, name: str) -> None:
         if self._owner(name) is None:
             raise GradientError(
-                f"{name}: {_PLAN} updates it inside backward, but no optimizer of zerofx.optim "
-                "has it; build one over model.parameters() and keep it, or freeze the parameter "
-                "(requires_grad_(False))"
+                f"{name}: {_PLAN} updates it inside backward, but no optimizer of zerofx.optim has "
+                "it. Build one over model.parameters() and keep it, or freeze the parameter "
+                "(requires_grad_(False))."
             )
 
-    # -- between backward and the next ------------------------------------------------------------
+    # -- between two backward passes --------------------------------------------------------------
     def note_step(self, optimizer: Any) -> None:
-        """Note the `step()` that follows a backward, or a load of its states."""
+        """Record the `step()` that follows a backward, or a load of its states."""
         self._unstepped.discard(optimizer)
         self._half_made = False
 
     def check_read(self, name: str) -> None:
-        """Refuse to show p.grad of a parameter that was updated and not yet stepped.
+        """Refuse to show p.grad of a parameter between its update and the next `step()`.
 
         Raises:
-            GradientError: clipping, a norm or a log would find no gradient and say nothing.
+            GradientError: otherwise clipping, a norm or a log would silently find no gradient.
         """
         if self._owner(name) in self._unstepped:
             raise GradientError(
-                f"{name}.grad was used and freed inside backward ({_PLAN}): before "
-                "optimizer.step() gradients can be neither clipped nor looked at nor dropped, the "
-                "parameters are updated already; for that use Plan(update='step')"
+                f"{name}.grad was used and freed inside backward ({_PLAN}). The parameters are "
+                "already updated, so gradients cannot be clipped, read or dropped before "
+                "optimizer.step(). Use Plan(update='step') for that."
             )
 
 
@@ -163,18 +166,18 @@ def check_optimizer(optimizer: Any) -> None:
     """Raise unless an optimizer can update bucket by bucket.
 
     Raises:
-        ShardError: it cannot step buckets, or clips, for which all gradients must be known.
+        ShardError: it cannot step buckets, or it clips, which requires all gradients to be known.
     """
     kind = type(optimizer).__name__
     if not isinstance(optimizer, BucketOptimizer):
         raise ShardError(
             f"{_PLAN} needs an optimizer that steps bucket by bucket, which torch.optim.{kind} "
-            f"cannot; use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), or Plan(update='step')"
+            "cannot. Use zerofx.optim (AdamW, Adam, SGD, Lion, Lamb), or Plan(update='step')."
         )
     limit = getattr(optimizer, "max_grad_norm", None)
     if limit is not None:
         raise ShardError(
             f"{kind}(max_grad_norm={limit}) clips by the norm of all gradients, but with {_PLAN} "
-            "the first parameters are updated before the last gradient is known; leave "
-            "max_grad_norm out, or use Plan(update='step')"
+            "the first parameters are updated before the last gradient is known. Leave "
+            "max_grad_norm out, or use Plan(update='step')."
         )

@@ -1,19 +1,20 @@
-"""Optimizers that need whole parameters: each parameter is updated by the one rank that owns it.
+"""Whole-parameter optimizers: each parameter is updated by the one rank that owns it.
 
-Muon orthogonalises matrices, Adafactor keeps means of their rows and columns, Shampoo and SOAP
-keep matrices of their own: none of them can step flat pieces. At `step()` the owner of a parameter
+Muon orthogonalises matrices, Adafactor keeps means of their rows and columns, and Shampoo and SOAP
+keep matrices of their own. None of them can step flat pieces. At `step()`, the owner of a parameter
 receives the pieces of its gradient and of its values, steps them with the user's own optimizer
-class, and sends the pieces of the new values back. The states are the owner's alone. Owners are the
-ranks that hold one copy of the model together: those of the shard axis, and of a tensor axis.
+class, and sends the pieces of the new values back. Only the owner has the states. The owners are
+the ranks that together hold one copy of the model: those of the shard axis and of the tensor axis.
 
-Owners are chosen greedily, the largest parameter first: the rank that holds most of it, if its 1/N
-of all elements has room for it, else the rank that owns least so far. So no rank owns more than 1/N
-of all elements plus one largest parameter. Newton-Schulz iterations cost m * n * min(m, n), and in
-a transformer min(m, n) is nearly the same everywhere, so this balances their time too.
+Owners are chosen greedily, starting with the largest parameter. The owner is the rank that holds
+most of the parameter, if its share of 1/N of all elements has room for it. Otherwise it is the rank
+that owns least so far. So no rank owns more than 1/N of all elements plus one largest parameter.
+Newton-Schulz iterations cost m * n * min(m, n). In a transformer, min(m, n) is nearly the same
+everywhere, so this balances their time too.
 
-Parameters travel in rounds. In each round every rank receives parameters of at most the size of the
-largest one. The next round is under way while the owners compute, and so are the results of the
-last one; no more than these three are held.
+Parameters are sent in rounds. In each round, every rank receives parameters of at most the size of
+the largest one. While the owners compute, the next round and the results of the last one are in
+flight; no more than these three are held.
 """
 
 from __future__ import annotations
@@ -40,27 +41,28 @@ from zerofx.runtime.tensors.tensor import whole_of
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
-# (where the class is defined, its name): what steps each parameter by itself and needs it whole
+# (module of the class, its name): optimizers that step each parameter by itself and need it whole
 KNOWN = (
     ("torch.optim", "Muon"),
     ("torch.optim", "Adafactor"),
     ("transformers.optimization", "Adafactor"),
 )
 _DRIVER, _RUN = "_zerofx_whole", "_zerofx_run"
-_HOOKS = "_optimizer_"  # what the names of torch's own dicts of hooks begin with
+_HOOKS = "_optimizer_"  # prefix of the names of torch's own dicts of hooks
 
 
 def whole_matrices(optimizer: O) -> O:
     """Let an optimizer step whole parameters of a compiled model, each on the rank that owns it.
 
-    optimizer: any whose update of one parameter reads no other parameter: Shampoo, SOAP and the
-        like. `torch.optim.Muon`, `torch.optim.Adafactor` and transformers' Adafactor need no call.
+    optimizer: any optimizer whose update of one parameter reads no other parameter, such as Shampoo
+        and SOAP. `torch.optim.Muon`, `torch.optim.Adafactor` and transformers' Adafactor need no
+        call.
 
     Returns:
         The same optimizer. Its class, its groups and the loop stay as they are.
 
     Raises:
-        ArgumentError: it is no optimizer.
+        ArgumentError: it is not an optimizer.
         ShardError: it is known to need all parameters at once, or keeps parameters in an attribute.
 
     Example:
@@ -68,13 +70,13 @@ def whole_matrices(optimizer: O) -> O:
     """
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
-            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer. Call "
-            "zerofx.optim.whole_matrices(optimizer) with one that is built"
+            f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer. Pass a "
+            "built optimizer to zerofx.optim.whole_matrices(optimizer)."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ShardError(
-            "LBFGS is not supported on sharded parameters: it keeps flat vectors of all parameters "
-            "and needs a closure; use Plan(stage=0)"
+            "LBFGS is not supported on sharded parameters: it keeps flat vectors of all "
+            "parameters and needs a closure. Use Plan(stage=0)."
         )
     _check_attributes(optimizer)
     vars(optimizer).setdefault(_DRIVER, WholeUpdates())
@@ -82,7 +84,7 @@ def whole_matrices(optimizer: O) -> O:
 
 
 def needs_whole(optimizer: Optimizer) -> bool:
-    """Tell whether an optimizer steps whole parameters: of a known class, or marked as such."""
+    """Return whether an optimizer steps whole parameters: by its class, or because it is marked."""
     if _DRIVER in vars(optimizer):
         return True
     return any(
@@ -93,7 +95,7 @@ def needs_whole(optimizer: Optimizer) -> bool:
 
 
 def updates_of(optimizer: Optimizer) -> WholeUpdates | None:
-    """Return what steps an optimizer that needs whole parameters; None where none is sharded."""
+    """Return the updates of an optimizer that needs whole parameters; None if none is sharded."""
     if not needs_whole(optimizer) or not any(map(is_cut, _params(optimizer))):
         return None
     driver: WholeUpdates = vars(optimizer).setdefault(_DRIVER, WholeUpdates())
@@ -120,29 +122,28 @@ def _check_attributes(optimizer: Optimizer) -> None:
         if any(isinstance(item, nn.Parameter) for item in items):
             kind = type(optimizer).__name__
             raise ShardError(
-                f"{kind} keeps parameters in its attribute {name!r}, so that its step would read "
-                "pieces instead of whole matrices. Read them from param_groups, or use "
-                "Plan(stage=0)"
+                f"{kind} keeps parameters in its attribute {name!r}, so its step would read pieces "
+                "instead of whole matrices. Read them from param_groups, or use Plan(stage=0)."
             )
 
 
 class WholeUpdates:
-    """The updates of one optimizer: who owns its parameters, and the steps of what is owned here.
+    """The updates of one optimizer: the owners of its parameters, and the steps of its own ones.
 
-    `optimizer.state` holds the states of the parameters that this rank owns, and of no other.
+    `optimizer.state` holds the states of only those parameters that this rank owns.
     """
 
     def __init__(self) -> None:
-        self._owners: dict[Tensor, int] = {}  # parameter -> rank, of those with one copy
+        self._owners: dict[Tensor, int] = {}  # parameter -> rank, among those with one copy
         self._loads: dict[int, list[int]] = {}  # id(ledger) -> elements that each rank owns
         self._alone: dict[Tensor, LoneOptimizer] = {}
         self._attached = self._settled = False
         self._run: Callable[[], None] | None = None  # the step that `step()` is about to make
         self._kinds: dict[type, type] = {}
 
-    # -- the optimizer that this belongs to ------------------------------------------------------
+    # -- its optimizer ----------------------------------------------------------------------------
     def attach(self, optimizer: Optimizer) -> None:
-        """Follow what an optimizer loads and shows; once."""
+        """Hook the optimizer's loads and state dicts; does nothing the second time."""
         if self._attached:
             return
         _check_attributes(optimizer)
@@ -152,7 +153,7 @@ class WholeUpdates:
         optimizer.register_state_dict_post_hook(_guard)
 
     def owner(self, optimizer: Optimizer, param: Tensor) -> int:
-        """Return which of the ranks that hold one copy of the model owns a sharded parameter."""
+        """Return the owner of a sharded parameter among the ranks that hold one copy."""
         if param not in self._owners:
             self._choose_owners(optimizer)
         return self._owners[param]
@@ -164,7 +165,7 @@ class WholeUpdates:
             ledger = _piece(param).ledger
             refuse_stages(
                 ledger.layout, f"{type(optimizer).__name__}, which steps on whole matrices,",
-                "use an optimizer that steps element by element, such as AdamW",
+                "Use an optimizer that steps element by element, such as AdamW.",
             )  # fmt: skip
             size = ledger.world.copy_size
             loads = self._loads.setdefault(id(ledger), [0] * size)
@@ -180,13 +181,13 @@ class WholeUpdates:
             self._owners[param] = rank
 
     def owns(self, optimizer: Optimizer, param: Tensor) -> bool:
-        """Tell whether this rank steps a parameter: it owns it, or every rank has it whole."""
+        """Return whether this rank steps a parameter: it owns it, or every rank has it whole."""
         if not is_cut(param):
             return True
         return self.owner(optimizer, param) == _piece(param).ledger.world.copy_rank
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Give the states that were made or loaded otherwise to the owners; a collective call.
+        """Give states that were made or loaded elsewhere to their owners; a collective call.
 
         States that are cut like their parameter are gathered. Of whole ones, which all ranks have,
         the owner keeps its own.
@@ -202,11 +203,11 @@ class WholeUpdates:
                 del optimizer.state[param]
 
     def _keep_owned(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict that is about to be loaded without the states of other ranks."""
+        """Return a state dict that is about to be loaded, without the states of other ranks."""
         params = list(_params(optimizer))
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         if len(numbers) != len(params):
-            return state_dict  # torch refuses it
+            return state_dict  # torch will refuse it
         owned = dict(zip(numbers, params, strict=True))
         state = {
             number: _mapped(states, _plain)
@@ -220,7 +221,7 @@ class WholeUpdates:
         self._settled = False
 
     def options_of_groups(self, optimizer: Optimizer) -> list[dict[str, Any]]:
-        """Return, of each group, the values that steps on this rank have written into it."""
+        """Return, for each group, the values that steps on this rank have written into it."""
         found = []
         for group in optimizer.param_groups:
             alone = (self._alone.get(param) for param in group["params"])
@@ -233,8 +234,8 @@ class WholeUpdates:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return arguments for the user's `step` that make it call `run` instead of stepping.
 
-        `step` is given a stand-in for the optimizer. When it reads `param_groups`, the parameters
-        are stepped, and it finds no group. A closure has run by then, and so have the user's hooks.
+        `step` is called on a proxy for the optimizer. Reading the proxy's `param_groups` steps the
+        parameters and returns no groups. By then a closure has run, and so have the user's hooks.
         """
         closure: Any = args[1] if len(args) > 1 else kwargs.get("closure")
         waits = closure is not None
@@ -264,7 +265,7 @@ class WholeUpdates:
         return (stand_in,), {**kwargs, "closure": evaluate}
 
     def finish(self) -> None:
-        """Make the step that the user's `step` has not asked for."""
+        """Make the step if the user's `step` has not triggered it."""
         if self._run is not None:
             self._run()
 
@@ -321,9 +322,9 @@ class WholeUpdates:
     def _rounds(
         self, optimizer: Optimizer, params: Sequence[Tensor], size: int
     ) -> list[list[list[Tensor]]]:
-        """Return the rounds of a step: in each, what every rank is to step.
+        """Return the rounds of a step: for each, the parameters that every rank steps.
 
-        In a round no rank has more elements than the largest parameter, and all are of one dtype.
+        In a round, no rank has more elements than the largest parameter, and all have one dtype.
         """
         found: list[list[list[Tensor]]] = []
         for dtype in dict.fromkeys(p.dtype for p in params):
@@ -358,7 +359,7 @@ class WholeUpdates:
 
 
 class _NoGroups:
-    """`param_groups` of a stand-in: reading them makes the step, and there are none."""
+    """`param_groups` of the proxy: reading them runs the step and returns no groups."""
 
     def __get__(self, stand_in: Any, kind: type | None = None) -> Any:
         if stand_in is not None:
@@ -366,13 +367,13 @@ class _NoGroups:
         return []
 
     def __set__(self, stand_in: Any, value: Any) -> None:
-        """Ignore the groups: a stand-in lasts one step."""
+        """Ignore the groups: a proxy lasts one step."""
 
 
 class LoneOptimizer:
     """A copy of the user's optimizer with one parameter, whole.
 
-    Options of its group follow those of the user's group; what its own steps write there stays.
+    Options of its group follow those of the user's group; values that its own steps write are kept.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -388,7 +389,7 @@ class LoneOptimizer:
         self._made, self._given = made, dict[str, Any]()
 
     def step(self, optimizer: Optimizer, param: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-        """Step `value` with `grad`, both whole, and the states that `optimizer` has of `param`."""
+        """Step `value` with `grad`, both whole, and the states that `optimizer` has for `param`."""
         made, states = self._made, optimizer.state
         with torch.no_grad():
             whole = nn.Parameter(value, requires_grad=param.requires_grad)
@@ -405,7 +406,7 @@ class LoneOptimizer:
         return whole.detach()
 
     def _follow(self, optimizer: Optimizer, param: Tensor) -> None:
-        """Take over the options of the parameter's group that have changed since the last step."""
+        """Copy the options of the parameter's group that have changed since the last step."""
         mine = self._made.param_groups[0]
         group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
         for key, option in group.items():
@@ -434,9 +435,9 @@ def _is_same(one: Any, other: Any) -> bool:
     return is_value and type(one) is type(other) and bool(one == other)
 
 
-# -- the pieces on their way to the owners and back ---------------------------------------------
+# -- the pieces in flight to the owners and back ------------------------------------------------
 class _Arrival:
-    """The values and gradients of one round, on their way to the owners."""
+    """The values and gradients of one round, in flight to the owners."""
 
     @torch.no_grad()
     def __init__(self, ledger: Ledger, members: list[list[Tensor]], kind: str) -> None:
@@ -447,7 +448,7 @@ class _Arrival:
             _packed(_given(share, me, owner), dtype, world.device)
             for owner, share in enumerate(members)
         ]
-        # of each rank: the values, then the gradients
+        # for each rank: the values, then the gradients
         self._sizes = [
             [_piece(p).num_given(rank, me) for _ in range(2) for p in self._mine]
             for rank in range(len(members))
@@ -459,7 +460,7 @@ class _Arrival:
 
     @torch.no_grad()
     def wait(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return (parameter, its values, its gradient), both whole, of what this rank owns."""
+        """Return (parameter, its values, its gradient), both whole, of each that this rank owns."""
         self._work.wait()
         self._sends = []
         split = [part.split(n) for part, n in zip(self._parts, self._sizes, strict=True) if n]
@@ -476,7 +477,7 @@ class _Arrival:
 
 
 class _Return:
-    """The new values of one round, on their way back to the shards."""
+    """The new values of one round, in flight back to the shards."""
 
     @torch.no_grad()
     def __init__(
@@ -502,7 +503,7 @@ class _Return:
 
     @torch.no_grad()
     def land(self) -> None:
-        """Write what has come into the shards."""
+        """Write the received values into the shards."""
         self._work.wait()
         self._sends = []
         for share, part in zip(self._members, self._parts, strict=True):
@@ -512,7 +513,7 @@ class _Return:
 
 
 def _given(share: Sequence[Tensor], rank: int, owner: int) -> list[Tensor]:
-    """Return this rank's pieces of the values, then of the gradients, that an owner is given."""
+    """Return this rank's pieces of the values, then of the gradients, to send to an owner."""
     given = [(p, p.grad) for p in share if _piece(p).num_given(rank, owner)]
     return [
         *(_piece(p).local(p) for p, _ in given),
@@ -534,7 +535,7 @@ def _piece(param: Tensor) -> ParameterPiece:
 
 # -- states -------------------------------------------------------------------------------------
 class OwnedState(torch.Tensor):
-    """A state in `optimizer.state_dict()` that this rank alone has, in the state's own memory."""
+    """A state in `optimizer.state_dict()` that only this rank has; it shares the state's memory."""
 
     @classmethod
     def __torch_function__(
@@ -545,9 +546,9 @@ class OwnedState(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            "pickling optimizer.state_dict() would save the states of one rank only: each matrix "
-            "has its state on the rank that owns it; use zerofx.save(dir, model, optimizer), or "
-            "torch.save of zerofx.full_optimizer_state_dict(model, optimizer)"
+            "pickling optimizer.state_dict() would save the states of one rank only, because only "
+            "the rank that owns a matrix has its state. Use zerofx.save(dir, model, optimizer), "
+            "or torch.save of zerofx.full_optimizer_state_dict(model, optimizer)."
         )
 
 
@@ -555,14 +556,15 @@ def _guard(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a state dict whose states cannot be pickled.
 
     Raises:
-        ShardError: torch.distributed.checkpoint asks, which takes it for what every rank has.
+        ShardError: called by torch.distributed.checkpoint, which assumes that every rank has all
+            states.
     """
     if is_within_checkpoint():
         kind = type(optimizer).__name__
         raise ShardError(
             f"{kind} has the states of each matrix on one rank, which torch.distributed.checkpoint "
-            "cannot gather. Use zerofx.save(dir, model, optimizer), or zerofx."
-            "full_optimizer_state_dict(model, optimizer)"
+            "cannot gather. Use zerofx.save(dir, model, optimizer), or "
+            "zerofx.full_optimizer_state_dict(model, optimizer)."
         )
 
     def guarded(value: Tensor) -> Tensor:
@@ -577,7 +579,7 @@ def _plain(value: Tensor) -> Tensor:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return nested dicts, lists and tuples with each tensor changed."""
+    """Return nested dicts, lists and tuples with each tensor mapped by `change`."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, dict):
@@ -588,14 +590,14 @@ def _mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def _has_cut(states: Any) -> bool:
-    """Tell whether a tensor among nested states is cut like its parameter."""
+    """Return whether a tensor among nested states is cut like its parameter."""
     found: list[bool] = []
     _mapped(states, lambda tensor: found.append(is_cut(tensor)))
     return any(found)
 
 
 def _gathered(param: Tensor, states: Any) -> Any:
-    """Return nested states of a parameter with those that are cut gathered; a collective call."""
+    """Return a parameter's nested states with the cut ones gathered; a collective call."""
     piece = _piece(param)
 
     def gather(value: Tensor) -> Tensor:

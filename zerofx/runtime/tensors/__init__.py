@@ -1,1 +1,1 @@
-"""The sharded parameter as users see it."""
+"""Sharded parameters, as users see them."""

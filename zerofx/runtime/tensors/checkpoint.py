@@ -1,12 +1,12 @@
-"""How torch.distributed.checkpoint stores a sharded tensor: as boxes of the tensor's own shape.
+"""Sharded tensors in torch.distributed.checkpoint: stored as boxes of the tensor's own shape.
 
-A rank owns flat ranges of a row-major tensor, or of its part of one that is cut over the tensor
-axis. Each range is cut into boxes (slices along every dimension), which is what distributed
-checkpoints consist of. So every reader finds a tensor of the global shape, whichever way it shards
-it: FSDP2, DTensor, another world size, another stage, or layers that are cut otherwise.
+A rank owns flat ranges of a row-major tensor, or of its part of a tensor cut over the tensor axis.
+Each range is cut into boxes (slices along every dimension), which distributed checkpoints consist
+of. So every reader finds a tensor of the global shape, however it shards that tensor: FSDP2,
+DTensor, another world size, another stage, or a different cut of layers.
 
-`FlatPiece` is the older form, one flat tensor of the elements, in which snapshots of zerofx 0.1.0
-hold parameters and states.
+`FlatPiece` is the older format, one flat tensor of the elements. Snapshots of zerofx 0.1.0 store
+parameters and states in it.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Box:
-    """A box of a row-major tensor, and where its elements lie in the rank's flat piece.
+    """A box of a row-major tensor, and the location of its elements in the rank's flat piece.
 
-    start, strides: of the flat piece, as `as_strided` takes them.
+    start, strides: of the flat piece, in the sense of `as_strided`.
     """
 
     offsets: tuple[int, ...]
@@ -57,9 +57,9 @@ class Box:
 def boxes_of(shape: Sequence[int], ranges: Sequence[Range]) -> tuple[Box, ...]:
     """Return boxes that make up the flat `ranges` of a tensor of `shape`, in memory order.
 
-    Each box is contiguous in memory, and a range becomes at most 2 * ndim - 1 of them: the rest of
-    its first row, whole rows, and the beginning of its last row, where both rests are ranges of a
-    tensor with one dimension less. A tensor without elements is one empty box.
+    Each box is contiguous in memory. A range becomes at most 2 * ndim - 1 boxes: the rest of its
+    first row, whole rows, and the beginning of its last row. The two partial rows are themselves
+    ranges of a tensor with one dimension less. A tensor without elements is one empty box.
     """
     if not prod(shape):
         return (Box((0,) * len(shape), tuple(shape), 0, _dense(shape)),)
@@ -75,8 +75,8 @@ def boxes_of(shape: Sequence[int], ranges: Sequence[Range]) -> tuple[Box, ...]:
 def boxes_of_part(part: Part, rank: int, ranges: Sequence[Range]) -> tuple[Box, ...]:
     """Return boxes of a whole parameter that make up flat `ranges` of a rank's part of it.
 
-    They are those of the part, moved to where this lies in the whole, and cut where a group ends:
-    then they lie in memory with gaps between rows.
+    They are the boxes of the part, moved to the part's place in the whole parameter and cut at the
+    end of each group. Their rows may therefore have gaps between them in memory.
     """
     if not prod(part.shape):
         return boxes_of(part.shape, ())
@@ -126,9 +126,9 @@ def _within(
         yield (row, *offsets), (1, *sizes)
 
 
-# -- what torch.distributed.checkpoint asks of a tensor (its _Checkpointable protocol) -------------
+# -- methods for torch.distributed.checkpoint (its _Checkpointable protocol) -----------------------
 def write_items(tensor: ShardedTensor, name: str) -> list[Any]:
-    """Return what this rank can write of a tensor: one item per box."""
+    """Return the write items of a tensor on this rank: one per box."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -144,7 +144,7 @@ def write_items(tensor: ShardedTensor, name: str) -> list[Any]:
 
 
 def chunks(tensor: ShardedTensor) -> list[Any]:
-    """Return where this rank's boxes lie; none if it owns nothing of the tensor."""
+    """Return the positions of this rank's boxes; none if it owns nothing of the tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
@@ -154,22 +154,22 @@ def chunks(tensor: ShardedTensor) -> list[Any]:
 
 
 def box_at(tensor: ShardedTensor, offsets: Sequence[int]) -> torch.Tensor:
-    """Return the box that begins at `offsets`: a view of the rank's piece."""
+    """Return the box that begins at `offsets`, as a view of the rank's piece."""
     for box in tensor.zfx.boxes:
         if box.offsets == tuple(offsets):
             return box.of(local_tensor(tensor))
     raise AssertionError(f"{tensor!r} has no box at {list(offsets)}")
 
 
-# -- the form of zerofx 0.1.0 ----------------------------------------------------------------------
+# -- the format of zerofx 0.1.0 --------------------------------------------------------------------
 class FlatPiece(torch.Tensor):
-    """One flat 1-D tensor of `total` elements of which this rank has `local`, which are `ranges`.
+    """A flat 1-D tensor of `total` elements, of which this rank holds `local`, the given `ranges`.
 
-    torch.distributed.checkpoint saves it as exactly these chunks and loads it from any other cut,
-    since it reads the overlaps. The random states of all ranks are saved so, and snapshots of
-    zerofx 0.1.0 hold parameters and optimizer states in this form. Equal chunks on several ranks
-    (a replicate axis) are written once. It is a tensor only because the checkpoint code looks for
-    one; nothing can be computed with it.
+    torch.distributed.checkpoint saves it as exactly these chunks and loads it into any other cut,
+    since it reads the overlaps. The random states of all ranks are saved this way, and snapshots of
+    zerofx 0.1.0 hold parameters and optimizer states in this format. Chunks that are equal on
+    several ranks (a replicate axis) are written once. It is a tensor only because the checkpoint
+    code looks for one; it supports no computation.
     """
 
     local: torch.Tensor
@@ -178,7 +178,7 @@ class FlatPiece(torch.Tensor):
 
     @staticmethod
     def of(local: torch.Tensor, ranges: tuple[Range, ...], total: int) -> FlatPiece:
-        """Return the piece; it shares memory with `local`, whose elements are these ranges."""
+        """Return the piece of these ranges; it shares memory with `local`."""
         length = sum(stop - start for start, stop in ranges)
         is_within = all(stop <= total for _, stop in ranges)
         assert local.shape == (length,) and is_within, (local.shape, ranges, total)
@@ -194,8 +194,8 @@ class FlatPiece(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise ShardError(
-            f"{op_name(func)} of a FlatPiece: it only can be given to "
-            "torch.distributed.checkpoint's save and load; use zerofx.full_state_dict(model)"
+            f"{op_name(func)} of a FlatPiece is not supported. It can only be passed to "
+            "torch.distributed.checkpoint's save and load. Use zerofx.full_state_dict(model)."
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -205,7 +205,7 @@ class FlatPiece(torch.Tensor):
         return torch.Size([self.total]) if dim is None else self.total
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        """Return where each range lies; of an empty tensor its one empty chunk."""
+        """Return the position of each range, or the single empty chunk of an empty tensor."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         ranges = [r for r in self.ranges if r[1] > r[0] or not self.total]
@@ -234,7 +234,7 @@ class FlatPiece(torch.Tensor):
 
     @cached_property
     def _part_at(self) -> dict[int, torch.Tensor]:
-        """The part of each range that is not empty, by the range's first element."""
+        """The part of each non-empty range, by the range's first element."""
         sizes = [stop - start for start, stop in self.ranges]
         parts = zip(self.ranges, self.local.split(sizes), strict=True)
         return {start: part for (start, stop), part in parts if stop > start or not self.total}
@@ -243,8 +243,8 @@ class FlatPiece(torch.Tensor):
 def flat_piece(tensor: torch.Tensor) -> FlatPiece:
     """Return a parameter, or an optimizer state of its shape, as one flat tensor of its elements.
 
-    That is how snapshots of zerofx 0.1.0 hold it. It shares memory with `tensor`, so that loading
-    fills it in place.
+    Snapshots of zerofx 0.1.0 hold it in this format. It shares memory with `tensor`, so that
+    loading fills the tensor in place.
     """
     piece: ParameterPiece | None = getattr(tensor, "zfx", None)
     if piece is not None and piece.is_cut:

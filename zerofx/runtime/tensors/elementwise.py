@@ -1,12 +1,13 @@
-"""Operations that act on each element by itself: they run once on the plain local pieces.
+"""Elementwise operations: functions of each element, which run once on the plain local pieces.
 
-This is all that the accepted optimizers, clipping by value and exponential averages do. Foreach
-and fused calls are unwrapped to plain lists of pieces and run in one call. An optimizer step is a
-handful of these; reading the lists through `map` keeps the cost at some microseconds per call.
+The accepted optimizers, clipping by value and exponential averages need nothing else. Foreach and
+fused calls are unwrapped to plain lists of pieces and run in one call. An optimizer step consists
+of a handful of these calls; reading the lists with `map` keeps the cost at a few microseconds per
+call.
 
 In-place random fills belong here too: every rank draws the whole tensor and keeps its piece. With
-equal generators on all ranks (which zerofx keeps them) the whole parameter has the bits that an
-unsharded one would have, so that `torch.nn.init` works on sharded parameters.
+equal generators on all ranks (which zerofx keeps equal), the whole parameter has the same bits as
+an unsharded one, so that `torch.nn.init` works on sharded parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from zerofx.runtime.tensors.tensor import (
     wrap,
 )
 
-# Functions of each element; an in-place form `name_` is taken along where torch has one.
+# Functions of each element; an in-place form `name_` is included if torch has one.
 POINTWISE = """
 abs absolute acos acosh add addcdiv addcmul arccos arccosh arcsin arcsinh arctan arctan2 arctanh
 asin asinh atan atan2 atanh bitwise_and bitwise_not bitwise_or bitwise_xor ceil clamp clamp_max
@@ -62,7 +63,7 @@ INPLACE_DUNDERS = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor".sp
 
 
 def local_argument(value: Any, like: ShardedTensor, func: Any) -> Any:
-    """Return what `func` should see on this rank in place of one argument."""
+    """Return the value that `func` should see on this rank in place of one argument."""
     if isinstance(value, ShardedTensor) and value.zfx is like.zfx:
         return local_tensor(value)
     if isinstance(value, torch.Tensor):
@@ -87,7 +88,7 @@ def _run_without_grad(
 
 
 class _NoGradientHere(torch.autograd.Function):
-    """A result whose backward raises: gradients reach a sharded parameter from the program only."""
+    """A result whose backward raises: only the program computes gradients of sharded parameters."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Any, op: str, out: torch.Tensor) -> torch.Tensor:
@@ -99,14 +100,14 @@ class _NoGradientHere(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         raise ShardError(
-            f"{ctx.name}: a loss term computed by {ctx.op} outside the compiled module asks for a "
-            "gradient of a sharded parameter; compute the term inside the model's forward, or "
-            "detach it"
+            f"{ctx.name}: a loss term computed by {ctx.op} outside the compiled module needs a "
+            "gradient of a sharded parameter. Compute the term inside the model's forward, or "
+            "detach it."
         )
 
 
 def with_refusing_backward(func: Any, like: ShardedTensor, out: Any) -> Any:
-    """Return `out` such that a backward through it raises, where eager would give a gradient."""
+    """Return `out` such that a backward through it raises; in eager it gives a gradient."""
     if not (torch.is_grad_enabled() and like.requires_grad):
         return out
     if not (out.is_floating_point() or out.is_complex()):
@@ -116,9 +117,9 @@ def with_refusing_backward(func: Any, like: ShardedTensor, out: Any) -> Any:
 
 @handles(torch.autograd.grad, torch.autograd.backward)
 def gradients_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a backward for some parameters; all ranks name the same ones together.
+    """Run a backward for some parameters; all ranks must name the same ones.
 
-    What autograd.grad returns is cut like the parameters.
+    The results of autograd.grad are cut like the parameters.
     """
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
@@ -135,7 +136,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     assert like is not None
     local = _run_without_grad(func, args, kwargs, like)
     if local is NotImplemented or isinstance(local, bool):
-        return local  # a comparison with something that is no tensor
+        return local  # a comparison with an object that is not a tensor
     if not isinstance(local, torch.Tensor) or local.shape != local_tensor(like).shape:
         refuse(func, args, kwargs)
     out = wrap(local, like.zfx)
@@ -145,7 +146,7 @@ def pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def cast(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `to`, `float` and their kin; the tensor itself where nothing is to do, as in torch."""
+    """Run `to`, `float` and similar casts; like torch, return the tensor itself if unchanged."""
     source = args[0]
     if not isinstance(source, ShardedTensor):  # plain.to(p): only dtype and device are read
         return func(source, *[local_tensor(a) for a in args[1:]], **kwargs)
@@ -178,8 +179,9 @@ def _note_write(target: ShardedTensor) -> None:
 def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place function of each element on the first argument.
 
-    A plain first argument has the whole parameter, as in an average of the weights that was made
-    before the model was compiled. The sharded arguments are then gathered: a collective call.
+    A plain first argument holds a whole parameter, for example an average of the weights created
+    before the model was compiled. The sharded arguments are then gathered, which is a collective
+    call.
     """
     target = args[0]
     if not isinstance(target, ShardedTensor):
@@ -197,14 +199,14 @@ def pointwise_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _whole(value: Any) -> Any:
-    """Return an argument with nothing cut: a sharded tensor is gathered, a collective call."""
+    """Return an argument as a whole: a sharded tensor is gathered in a collective call."""
     if isinstance(value, ShardedTensor):
         return value.zfx.whole(local_tensor(value), "writing a whole copy")
     return value
 
 
 def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run `zeros_like` and its kin: a new tensor cut like the first argument."""
+    """Run `zeros_like` and similar functions: return a new tensor cut like the first argument."""
     requires_grad = kwargs.pop("requires_grad", False)
     source = args[0]
     out = wrap(func(local_tensor(source), *args[1:], **kwargs), source.zfx)
@@ -212,7 +214,7 @@ def like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def masked_assign(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run `t[mask] = scalar` with a mask that is cut alike (Rprop); other indices are refused."""
+    """Run `t[mask] = scalar` with a mask that is cut alike (Rprop); refuse other indices."""
     target, index, value = args
     plain_scalar = not isinstance(value, torch.Tensor) or (
         value.ndim == 0 and not isinstance(value, ShardedTensor)
@@ -247,7 +249,7 @@ sigmoid sign sin sinh sqrt sub tan tanh trunc zero
 """.split()
 FUSED = [f.__name__ for f in (fused_adam_, fused_adamw_, fused_sgd_, fused_adagrad_)]
 
-# Read over whole lists: mapping these costs a third of a comprehension.
+# Reads a whole list: mapping these costs a third of a list comprehension.
 _piece = attrgetter("zfx")
 ledger_of = attrgetter("zfx.ledger")
 _aliases = attrgetter("_aliases")
@@ -256,9 +258,10 @@ _PLAIN = {torch.Tensor}
 
 
 def _local_list(values: Any, like: Any, func: Any) -> Any:
-    """Return the plain list for one list argument of a foreach call.
+    """Return the list of plain tensors for one list argument of a foreach call.
 
-    Quick where every element is sharded and shares its piece with the same element of `like`.
+    Takes a fast path if every element is sharded and shares its piece with the same element of
+    `like`.
     """
     if isinstance(values, ShardedTensor):
         refuse(func, (values,), {}, "takes a plain 0-d tensor or a list here")
@@ -272,7 +275,7 @@ def _local_list(values: Any, like: Any, func: Any) -> Any:
         if values is like or all(map(is_, map(_piece, values), map(_piece, like))):
             return list(map(local_tensor, values))
     except AttributeError:
-        pass  # plain tensors among them: one by one
+        pass  # some are plain tensors: convert one by one
     return [
         local_argument(v, p, func) if isinstance(p, ShardedTensor) else _plain(v, func)
         for v, p in zip(values, like, strict=True)
@@ -288,7 +291,7 @@ def _plain(value: Any, func: Any) -> Any:
 def _note_writes(targets: Sequence[Any]) -> None:
     try:
         written = set(map(ledger_of, compress(targets, map(_aliases, targets))))
-    except AttributeError:  # plain tensors among them
+    except AttributeError:  # some are plain tensors
         written = {t.zfx.ledger for t in targets if isinstance(t, ShardedTensor) and t._aliases}
     for ledger in written:
         ledger.note_write()
@@ -307,7 +310,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def foreach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an in-place foreach or fused function on the pieces in one call.
 
-    Plain tensors that are written from sharded ones are written one by one; see `pointwise_`.
+    Plain tensors written from sharded ones are written one by one; see `pointwise_`.
     """
     base = args[0]
     if not any(map(_is_sharded, base)) and calling_optimizer() is None:
@@ -324,7 +327,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def _at(values: Any, number: int) -> Any:
-    """Return one element of a list argument, whole and in a list; other arguments as they are."""
+    """Return element `number` of a list argument, as a whole and in a list; pass others through."""
     return [_whole(values[number])] if isinstance(values, (list, tuple)) else values
 
 
@@ -342,7 +345,7 @@ bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_
 """.split()
 
 
-# These torch.nn.init functions hand subclasses the whole call, by keyword.
+# These torch.nn.init functions pass the whole call to subclasses, with keyword arguments.
 INITS = (
     torch.nn.init.constant_,
     torch.nn.init.kaiming_uniform_,
@@ -352,7 +355,7 @@ INITS = (
 
 
 def fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Draw a tensor of the global shape and write this rank's range of it."""
+    """Draw a tensor of the global shape and keep this rank's range of it."""
     target = args[0]
     local = local_tensor(target)
     full = torch.empty(target.shape, dtype=local.dtype, device=local.device)

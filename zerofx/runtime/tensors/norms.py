@@ -1,8 +1,8 @@
-"""Norms and reductions over sharded tensors: local partials, then one exchange for a whole list.
+"""Norms and reductions of sharded tensors: local partials, then one exchange for a whole list.
 
 Every rank gathers the partials of all ranks and combines them in rank order, in float64, so that
-the result is the same bits everywhere. It differs from the unsharded result by the order of
-summation only.
+the result has the same bits everywhere. It differs from the unsharded result only by the order of
+summation.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from zerofx.runtime.tensors.refuse import op_name, refuse_partial_norm
 from zerofx.runtime.tensors.tensor import ShardedTensor, handles, local_of, local_value, refuse
 
 _SHARDED = {ShardedTensor}
-_OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # what asks for one; for errors
+_OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # the usual caller, for errors
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def _local_norms(
     tensors: list[torch.Tensor], order: float, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Return norms of plain pieces as float64 [n]; an empty piece gives what changes nothing."""
+    """Return norms of plain pieces as float64 [n]; an empty piece gives the neutral element."""
     if dtype is None and tensors[0].dtype in LOW_PRECISION:
         dtype = torch.float32  # a partial rounded to 8 bits would not add up
     if math.isinf(order) and any(t.numel() == 0 for t in tensors):
@@ -58,7 +58,7 @@ def _combine(gathered: torch.Tensor, order: float) -> torch.Tensor:
 def global_norms(
     tensors: Sequence[ShardedTensor], order: float, dtype: torch.dtype | None, what: str
 ) -> list[torch.Tensor]:
-    """Return the norm of each (whole) tensor, with one exchange for the list."""
+    """Return the norm of each (whole) tensor, with one exchange for the whole list."""
     piece = tensors[0].zfx
     axes = piece.ledger.world.other_axes
     if axes and is_clipping():
@@ -71,7 +71,7 @@ def global_norms(
 
 
 def _groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
-    """Return positions by store and dtype; plain tensors are the group None."""
+    """Return positions grouped by store and dtype; plain tensors are in the group None."""
     if set(map(type, tensors)) == _SHARDED:
         kinds = set(zip(map(ledger_of, tensors), map(local_dtype, tensors), strict=True))
         if len(kinds) == 1:
@@ -86,7 +86,7 @@ def _groups(tensors: Sequence[Any]) -> dict[Any, list[int]]:
 
 @handles(foreach_norm)
 def list_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the norm of each tensor of a list; plain ones among them are taken as they are."""
+    """Return the norm of each tensor of a list; plain tensors in it are taken as they are."""
     tensors = args[0]
     order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
@@ -107,7 +107,7 @@ def list_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @handles(torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 def one_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the norm of the whole tensor, taken as one vector."""
+    """Return the norm of the whole tensor as one vector."""
     values = dict(zip(("p", "dim", "keepdim"), args[1:], strict=False)) | kwargs
     order = values.pop("ord", values.pop("p", 2))
     values.pop("self", None)
@@ -117,7 +117,7 @@ def one_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
         refuse(func, args, kwargs)
     tensor = args[0]
     if op_name(func) == "linalg_norm" and "ord" in kwargs and len(tensor.shape) > 1:
-        refuse(func, args, kwargs)  # a matrix norm there
+        refuse(func, args, kwargs)  # a matrix norm in that function
     what = f"{op_name(func)} of {tensor.zfx.name}"
     [norm] = global_norms([tensor], float(order), dtype, what)
     return with_refusing_backward(func, tensor, norm)
@@ -127,7 +127,7 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _partial(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the reduction of a plain piece, or what changes nothing where it is empty."""
+    """Return the reduction of a plain piece, or the neutral element if it is empty."""
     if name in ("max", "amax", "min", "amin") and tensor.numel() == 0:
         floor = name.endswith("max")
         if tensor.is_floating_point():
@@ -147,7 +147,7 @@ COMBINE: dict[str, Reduce] = {
 
 
 def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return `sum`, `mean`, `max`, `any`, ... over all elements; over a dimension is refused."""
+    """Return `sum`, `mean`, `max`, `any`, ... over all elements; refuse a single dimension."""
     name, tensor = op_name(func), args[0]
     dtype = kwargs.get("dtype")
     options = [v for k, v in kwargs.items() if k not in ("dtype", "input")]
@@ -174,16 +174,16 @@ for _name in COMBINE:
 
 @handles(unscale_and_check)
 def unscale(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Unscale the pieces of gradients; `found_inf` is set on all ranks where one finds any."""
+    """Unscale the pieces of gradients; an overflow on one rank sets `found_inf` on all ranks."""
     grads, found_inf, inv_scale = args
     sharded = [g for g in grads if isinstance(g, ShardedTensor)]
     piece = sharded[0].zfx
     axes = piece.ledger.world.other_axes
     if axes:
         raise ShardError(
-            f"{piece.name}: GradScaler.unscale_ tells no rank along the mesh axes {axes} of an "
-            "overflow, so that these would step and this one not. The model is compiled over a "
-            "slice of that mesh. Compute in bf16 without a GradScaler."
+            f"{piece.name}: GradScaler.unscale_ does not tell ranks along the mesh axes {axes} "
+            "about an overflow, so they would step and this one would not. The model is compiled "
+            "over a slice of that mesh. Compute in bf16 without a GradScaler."
         )
     func([local_of(g) for g in grads], found_inf, inv_scale)
     found = piece.gather_partials(found_inf.reshape(1), "GradScaler.unscale_")

@@ -1,7 +1,7 @@
-"""What the user sees of a parameter: a sharded wrapper, or a plain tensor where nothing is cut.
+"""Parameters as users see them: a sharded wrapper, or a plain tensor if nothing is cut.
 
-Where a plan has the updates inside backward, a parameter shows no gradient between that and
-`step()`: its gradient is used and freed there.
+If a plan updates parameters inside backward, they show no gradient between backward and `step()`:
+the gradient is used and freed inside backward.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, WholePiece
 from zerofx.runtime.tensors.refuse import refuse_hook
 from zerofx.runtime.tensors.tensor import HANDLERS, CutPiece, ShardedTensor, handles, refuse, wrap
 
-# -- What a sharded tensor answers without touching elements: sizes, flags, aliases of itself ------
+# -- Functions of a sharded tensor that read no element: sizes, flags, aliases of itself ---- ------
 
 
 METHODS = """
@@ -69,28 +69,28 @@ for _name in PROPERTIES:
 
 @handles(torch.is_complex, torch.Tensor.is_complex)
 def is_complex(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Answer what optimizers ask of every parameter in every step."""
+    """Return a constant answer: optimizers ask for it on every parameter in every step."""
     return local_dtype(args[0]).is_complex
 
 
 @handles(torch.Tensor.detach, torch.detach)
 def detach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Return another wrapper of the same piece; writes through it are seen."""
+    """Return another wrapper of the same piece; writes through it are visible in both."""
     return args[0]._alias()
 
 
 @handles(torch.Tensor.detach_)
 def detach_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Leave the tensor as it is: it has no history."""
+    """Return the tensor unchanged, since it has no history."""
     return args[0]
 
 
 @handles(torch.Tensor.new_empty)
 def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Make a plain tensor of the asked size; for `async_save` one that is cut like the first.
+    """Create a plain tensor of the given size; for `async_save`, one that is cut like the first.
 
-    It fills the attributes of what it gets, the local tensor among them, with copies of the first's
-    (as it does with every DTensor, whose `data_ptr()` is 0).
+    `async_save` fills the attributes of the result, the local tensor among them, with copies of the
+    first tensor's attributes (as it does with every DTensor, whose `data_ptr()` is 0).
     """
     source = args[0]
     if is_called_by_stager():
@@ -100,7 +100,7 @@ def new_empty(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 @handles(torch.Tensor.data_ptr)
 def data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Refuse, since the address of a piece is not that of the tensor; see `new_empty`."""
+    """Refuse the call, since the address of a piece is not that of the tensor; see `new_empty`."""
     if is_called_by_stager():
         return 0
     refuse(func, args, kwargs)
@@ -109,16 +109,17 @@ def data_ptr(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 @handles(torch.Tensor.new_zeros, torch.Tensor.new_ones)
 @handles(torch.Tensor.new_full, torch.Tensor.new_tensor)
 def new_plain(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Make a plain tensor of the asked size, with this dtype and device."""
+    """Create a plain tensor of the given size, with this dtype and device."""
     return func(local_tensor(args[0]), *args[1:], **kwargs)
 
 
 @handles(torch.Tensor.view_as, torch.Tensor.reshape_as, torch.Tensor.expand_as)
 def shaped_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Give a plain tensor the global shape of a sharded one.
+    """View a plain tensor in the global shape of a sharded one.
 
-    A tensor viewed as itself is another wrapper, in whose history it is found: the schedules of
-    torch.distributed.pipelining that split backward look for parameters in that way.
+    A sharded tensor viewed in its own shape returns another wrapper that appears in the tensor's
+    autograd history. The schedules of torch.distributed.pipelining that split backward find
+    parameters that way.
     """
     plain, other = args
     if plain is other:
@@ -130,22 +131,22 @@ def shaped_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
 
 @handles(raw_version.__get__)
 def version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the version of the piece, which is where writes land."""
+    """Return the version of the piece, to which writes go."""
     return version_of(local_tensor(args[0]))
 
 
-# -- What the user sees of a parameter: a sharded wrapper, or a plain tensor where nothing is cut --
+# -- The parameter classes: a sharded wrapper, or a plain tensor if nothing is cut -------------- --
 
 
-# Imported for what they register: without them every operation is refused.
+# Imported for their registrations: without them every operation is refused.
 TABLES = (elementwise, norms)
 
 
 class ModelParameter:
-    """What all parameters of compiled models have: a piece, and a gradient that programs assign.
+    """Common base of the parameters of compiled models: a piece, and a gradient set by programs.
 
-    `_is_param` is what nn.Parameter's instance check reads; `_aliases` says that the local tensor
-    lies in the flat shard of parameters.
+    `_is_param` is read by nn.Parameter's instance check. `_aliases` means that the local tensor is
+    part of the flat shard of parameters.
     """
 
     zfx: ParameterPiece
@@ -156,18 +157,18 @@ class ModelParameter:
         refuse_hook(self.zfx.name, "register_hook")
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> RemovableHandle:
-        """Have the hook called with the parameter once a backward has given it its gradient.
+        """Register a hook to call with the parameter after a backward has set its gradient.
 
-        By then `p.grad` is reduced, and what this rank owns of it. All hooks run at the end of the
-        backward, in the order of the parameters, the same on every rank. Sums that wait for their
-        reduction (`no_sync`) call none.
+        By then `p.grad` is reduced, and holds the part that this rank owns. All hooks run at the
+        end of the backward, in the order of the parameters, which is the same on every rank. Sums
+        that wait for their reduction (`no_sync`) trigger no hook.
         """
         ledger = self.zfx.ledger
         if ledger.updates is not None:
             raise GradientError(
                 f"{self.zfx.name}: register_post_accumulate_grad_hook finds no gradient under "
                 "Plan(update='in-backward'), which uses and frees it inside backward. Use "
-                "Plan(update='step')"
+                "Plan(update='step')."
             )
         if not self.requires_grad:  # type: ignore[attr-defined]
             raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
@@ -177,7 +178,7 @@ class ModelParameter:
         return handle
 
     def _check_grad_read(self) -> None:
-        """Raise if backward has used and freed the gradient, and `step()` has not come yet."""
+        """Raise if backward has used and freed the gradient, and `step()` was not called yet."""
         updates = self.zfx.ledger.updates
         assert updates is not None
         updates.check_read(self.zfx.name)
@@ -200,8 +201,8 @@ class UpdatedShardedParameter(ModelParameter, ShardedTensor):
 class PlainParameter(ModelParameter, torch.nn.Parameter):
     """A parameter that every rank holds whole: a view of its flat bucket, with the global shape.
 
-    It is a plain tensor to every operation and optimizer, with nothing between it and torch;
-    only what would detach it from the flat bucket is caught. Its two kinds are below.
+    Every operation and optimizer treats it as a plain tensor, without overhead. zerofx only
+    intercepts operations that would detach it from the flat bucket. Its two subclasses are below.
     """
 
     @property
@@ -215,9 +216,9 @@ class PlainParameter(ModelParameter, torch.nn.Parameter):
         ledger, name = self.zfx.ledger, self.zfx.name
         if (value.shape, value.dtype, value.device) != (self.shape, self.dtype, self.device):
             raise ShardError(
-                f"{name}: p.data was given {list(value.shape)} {value.dtype} on "
-                f"{value.device}, but the parameter is {list(self.shape)} {self.dtype} on "
-                f"{self.device}; convert the whole model (model.to(...))"
+                f"{name}: p.data was given {list(value.shape)} {value.dtype} on {value.device}, "
+                f"but the parameter is {list(self.shape)} {self.dtype} on {self.device}. Convert "
+                "the whole model (model.to(...))."
             )
         ledger.aliases.note_assignment(name, value)
         if (value.data_ptr(), value.stride()) == (self.data_ptr(), self.stride()):  # p.data *= 2

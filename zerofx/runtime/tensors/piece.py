@@ -1,11 +1,12 @@
-"""What a compiled model's parameters know: the model's ledger, and the piece of each parameter.
+"""Pieces of parameters: the elements that a rank owns, and the ledger that their model shares.
 
 A parameter and every tensor that is cut like it (gradients, optimizer states) carry their piece as
-`zfx`. Callers ask the piece, and not the parameter's class: its name, its ledger, its bucket, what
-this rank holds of a tensor, what the user sees of flat memory, how the whole is gathered.
+`zfx`. Callers use the piece instead of checking the parameter's class. It provides the parameter's
+name, ledger and bucket, the part of a tensor that this rank holds, the tensor that the user sees of
+flat memory, and the gather of the whole.
 
     piece = piece_of(param)               # None for a parameter of no compiled model
-    piece.local(param.grad)               # the plain tensor of what this rank holds
+    piece.local(param.grad)               # the plain tensor that this rank holds
     piece.show(flat[start:stop])          # flat memory, cut or shaped like the parameter
     piece.whole(flat[start:stop])         # all of it, on every rank; a collective call
 """
@@ -38,21 +39,22 @@ from zerofx.runtime.tiers.host_updates import HostUpdates
 if TYPE_CHECKING:
     from zerofx.comm.world import World
 
-# id of an alias -> the alias, what shares it out, the parameter's name
+# id of an alias -> the alias, the owner of its memory, the parameter's name
 _handed_out: dict[int, tuple[weakref.ref[Tensor], DataAliases, str]] = {}
 
 
 class DataAliases:
-    """What `p.data` handed out of one model's parameters and is alive, by parameter.
+    """Live tensors that `p.data` has returned for one model's parameters, by parameter.
 
-    It keeps its values when `p.data` is replaced, as in eager PyTorch. There the tensor that was
-    assigned becomes the parameter's memory, and the earlier `p.data` keeps the old memory. Loops
-    that average weights rely on that (`backup = p.data; p.data = average; ...; p.data = backup`).
-    Here a parameter stays in its flat shard, so that the values are copied in, and what was handed
-    out before moves to memory of its own.
+    They keep their values when `p.data` is replaced, as in eager PyTorch. There, the assigned
+    tensor becomes the parameter's memory, and the earlier `p.data` keeps the old memory. Loops that
+    average weights rely on that (`backup = p.data; p.data = average; ...; p.data = backup`). Here a
+    parameter stays in its flat shard, so the values are copied in, and earlier results of `p.data`
+    move to memory of their own.
 
-    tied: parameters that were given the `p.data` of another one which still has it: in eager
-        PyTorch they would share memory from then on. By name, (the other's owner, its name).
+    tied: parameters that were assigned the `p.data` of another parameter that still has it; in
+        eager PyTorch they would share memory from then on. Maps a name to (the other's owner, its
+        name).
     """
 
     def __init__(self) -> None:
@@ -61,7 +63,7 @@ class DataAliases:
         self._borrowers: dict[str, list[tuple[DataAliases, str]]] = {}
 
     def hand_out(self, name: str, alias: Any) -> Any:
-        """Return `alias` of a parameter's memory, and know it as long as it lives."""
+        """Return `alias` of a parameter's memory, and track it for as long as it lives."""
         number, ids = id(alias), self._ids.setdefault(name, set())
 
         def forget(_: Any) -> None:
@@ -73,7 +75,7 @@ class DataAliases:
         return alias
 
     def take_back(self, name: str) -> Iterator[Any]:
-        """Yield the living aliases of a parameter, which are no longer its aliases after that."""
+        """Yield the live aliases of a parameter, and stop tracking them as its aliases."""
         for number in list(self._ids.get(name, ())):
             alias = _handed_out.pop(number)[0]()
             if alias is not None:
@@ -81,7 +83,7 @@ class DataAliases:
         self._ids.pop(name, None)
 
     def note_assignment(self, name: str, value: Any) -> None:
-        """Note whether `p.data = value` ties two parameters; end the ties that it undoes."""
+        """Record whether `p.data = value` ties two parameters; remove the ties that it undoes."""
         self.tied.pop(name, None)
         for borrower, other in self._borrowers.pop(name, ()):
             if borrower.tied.get(other) == (self, name):
@@ -100,26 +102,28 @@ P = TypeVar("P", bound="ParameterPiece")
 class Ledger:
     """The world and the write counts that a store shares with every tensor made from it.
 
-    `seen_writes` counts the writes to parameters that were seen, `own_writes` those that our
-    optimizers made. `handouts` counts plain aliases given away (`to_local()`), through which later
-    writes cannot be seen, and every backward after the first of them: an optimizer may step through
-    the alias. The ledger refers to no parameter, so that dropping a model frees its shards at once.
+    `seen_writes` counts the detected writes to parameters, `own_writes` those by zerofx's own
+    optimizers. `handouts` counts plain aliases given to the user (`to_local()`), through which
+    later writes cannot be detected. From the first alias on, it also counts every backward, because
+    an optimizer may step through the alias. The ledger refers to no parameter, so that dropping a
+    model frees its shards at once.
 
-    number: grows from model to model, so that all ranks have two of them in one order.
-    homes: hands out memory for what lives with a bucket, on the bucket's tier.
+    number: increases from model to model, so that all ranks have any two of them in the same order.
+    homes: allocates memory for data that belongs to a bucket, on the bucket's tier.
     pending: updates on the host that run next to the schedule.
-    updates: who updates the parameters inside backward, if the plan has updates there.
-    half_made: what ended an update over NVMe on some rank, as all of them know; until a load.
-    aliases: of parameters, as `p.data` handed them out.
-    copies: of each resident bucket that is computed with in another format, this rank's slice.
-    hooks: of each parameter by name, what is called with it after each backward.
+    updates: the object that updates parameters inside backward, if the plan has updates there.
+    half_made: the error that ended an update over NVMe on some rank, known to all ranks; reset by a
+        load.
+    aliases: live results of `p.data`.
+    copies: this rank's slice of each resident bucket that is computed with in another dtype.
+    hooks: by parameter name, the functions to call with it after each backward.
     """
 
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
         self.layout = layout
         self.world = world
         self.number = next(_NUMBERS)
-        self.is_delayed = False  # set by the engine: updates run beside the next step
+        self.is_delayed = False  # set by the engine: updates run during the next step
         self.seen_writes = 0
         self.own_writes = 0
         self.handouts = 0
@@ -130,10 +134,10 @@ class Ledger:
         self.copies: dict[int, CastCopy] = {}
         self.half_made: str | None = None
         self.hooks: dict[str, OrderedDict[int, Callable[[Any], None]]] = {}
-        self.on_step: Callable[[], None] | None = None  # what an optimizer's step is told to
+        self.on_step: Callable[[], None] | None = None  # called after an optimizer's step
 
     def check_whole(self, what: str) -> None:
-        """Refuse to use parameters some of which an update that failed has not reached.
+        """Refuse to use parameters if a failed update has reached only some of them.
 
         Raises:
             NvmeError: on all ranks alike, so that they stay together.
@@ -141,29 +145,29 @@ class Ledger:
         if self.half_made is not None:
             raise NvmeError(
                 f"{what}: the last update failed before it had reached all parameters "
-                f"({self.half_made}); zerofx.load an earlier state before going on"
+                f"({self.half_made}). zerofx.load an earlier state before continuing."
             )
 
     def note_write(self) -> None:
-        """Count a write that somebody else than an optimizer of ours has made."""
+        """Count a write that was not made by one of zerofx's optimizers."""
         self.seen_writes += 1
 
     def note_update(self) -> None:
-        """Count a write that an optimizer of ours has made."""
+        """Count a write made by one of zerofx's optimizers."""
         self.own_writes += 1
 
     @property
     def writes(self) -> int:
-        """A number that grows with every write to parameters that was seen."""
+        """A number that increases with every detected write to parameters."""
         return self.seen_writes + self.own_writes
 
     @property
     def foreign_writes(self) -> int:
-        """A number that grows with every write that was or may have been made by others."""
+        """A number that increases with every write that others made or may have made."""
         return self.seen_writes + self.handouts
 
     def note_backward(self) -> None:
-        """Take it that after this backward parameters change through an alias, if one is out."""
+        """Assume that parameters change through an alias after this backward, if one exists."""
         if self.handouts:
             self.handouts += 1
 
@@ -178,14 +182,15 @@ class Ledger:
 class CastCopy:
     """This rank's slice of a bucket's resident copy: its shard's elements in the compute dtype.
 
-    Current as long as it is known to hold the shard, rounded: `mark` says that it does now, and any
-    write that is counted later makes it stale. Once an alias has been handed out none is current,
-    since writes through it are not all seen.
+    It is current as long as it is known to hold the rounded shard. `mark` declares it current, and
+    any write counted later makes it stale. Once an alias has been given to the user it is never
+    current, since writes through the alias cannot all be detected.
     """
 
     def __init__(self, ledger: Ledger, full: Tensor, bucket: Bucket) -> None:
         self._ledger = ledger
-        self._full = weakref.ref(full)  # the engine's: a parameter that outlives it frees this
+        # Owned by the engine: a parameter that outlives it does not keep this alive.
+        self._full = weakref.ref(full)
         self._start, _ = ledger.layout.shard_bounds(bucket, ledger.world.shard_rank)
         self._writes = -1
 
@@ -201,26 +206,27 @@ class CastCopy:
         return is_marked and self.full is not None
 
     def mark(self) -> None:
-        """Note that the slice now holds exactly what the shard holds."""
+        """Declare that the slice now holds exactly the values of the shard."""
         self._writes = self._ledger.writes
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return the place of elements start:stop of the shard."""
+        """Return the slice's memory for elements start:stop of the shard."""
         full = self.full
-        assert full is not None, "a part of a resident copy was asked for whose model is gone"
+        assert full is not None, "part of a resident copy was requested after its model was dropped"
         return full[self._start + start : self._start + stop]
 
 
 @dataclass(frozen=True, eq=False)
 class ParameterPiece(ABC):
-    """The flat elements of one parameter that this rank owns: a range, or one of each tile.
+    """The flat elements of one parameter that this rank owns: one range, or one range per tile.
 
-    `own` are half-open ranges of elements of the flattened parameter (of the part that this rank's
-    tensor axis gives it, where there is one), in the order in which they lie in memory;
-    `shard_offset` counts elements of the rank's flat shard of `bucket`, the first tile's where
-    there are tiles. Gradients and optimizer states of a parameter share its piece.
+    `own` contains half-open ranges of elements of the flattened parameter, in memory order. If the
+    parameter is cut over the tensor axis, the ranges count within this rank's part of it.
+    `shard_offset` counts elements of the rank's flat shard of `bucket` (of the first tile's, if
+    there are tiles). Gradients and optimizer states of a parameter share its piece.
 
-    is_cut: the tensors are sharded; otherwise this rank owns all elements, and they are plain.
+    is_cut: whether the tensors are sharded; otherwise this rank owns all elements, and they are
+        plain.
     """
 
     ledger: Ledger
@@ -244,18 +250,18 @@ class ParameterPiece(ABC):
         length = sum(stop - start for start, stop in ranges)
         return cls(ledger, bucket, param, offset, ranges, length, torch.Size(param.whole_shape))
 
-    # -- what each of the two kinds does in its own way -------------------------------------------
+    # -- methods that differ between the two kinds ----- -------------------------------------------
     @abstractmethod
     def local(self, tensor: Tensor) -> Tensor:
-        """Return the plain tensor of what this rank holds of a parameter, gradient or state."""
+        """Return the plain tensor with this rank's elements of a parameter, gradient or state."""
 
     @abstractmethod
     def show(self, flat: Tensor) -> Tensor:
-        """Return what users see of this rank's elements: cut or shaped like the parameter."""
+        """Return this rank's elements as users see them: cut or shaped like the parameter."""
 
     @abstractmethod
     def publish(self, param: Tensor, gradient: Tensor) -> None:
-        """Set `param.grad` to a gradient that `show` has made."""
+        """Set `param.grad` to a gradient created by `show`."""
 
     # -- which elements -----------------------------------------------------------------------
     @cached_property
@@ -264,7 +270,7 @@ class ParameterPiece(ABC):
 
     @cached_property
     def index(self) -> int:
-        """How many parameters of the bucket come before this one."""
+        """The number of parameters that precede this one in the bucket."""
         return self.bucket.params.index(self.param)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterPiece:
@@ -277,14 +283,15 @@ class ParameterPiece(ABC):
 
     @property
     def tensor_part(self) -> Part | None:
-        """How the parameter is cut over the tensor axis; then `own` is of a rank's part."""
+        """The parameter's cut over the tensor axis, if any; `own` refers to this rank's part."""
         return self.param.part
 
     @property
     def ranges(self) -> tuple[Range, ...]:
-        """Which elements of the flattened parameter this rank owns, in the order it holds them.
+        """The elements of the flattened parameter that this rank owns, in the order it holds them.
 
-        Of one that is cut over a tensor axis these may be as many as a dimension has rows.
+        If the parameter is cut over a tensor axis, there may be as many ranges as a dimension has
+        rows.
         """
         part = self.tensor_part
         return self.own if part is None else tuple(part.ranges(self._tensor_rank, self.own))
@@ -294,27 +301,27 @@ class ParameterPiece(ABC):
         return self.ledger.world.axis("tensor").rank
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return what this rank owns of the flattened parameter `full`, 1-D."""
+        """Return this rank's elements of the flattened parameter `full`, 1-D."""
         return cut(self._part_of(full, self._tensor_rank), self.own)
 
     def _part_of(self, full: Tensor, tensor_rank: int) -> Tensor:
-        """Return what a rank of the tensor axis has of the flattened parameter, 1-D."""
+        """Return the part of the flattened parameter that a rank of the tensor axis has, 1-D."""
         part = self.tensor_part
         if part is None:
             return full
         return part.of(full.view(part.shape), tensor_rank).reshape(-1)
 
     def shares(self, full: Tensor) -> list[Tensor]:
-        """Return what each rank owns of the flattened parameter, of those with one copy of it."""
+        """Return the elements of the flattened parameter that each rank of one copy owns."""
         layout = self.ledger.layout
         parts = [self._part_of(full, tensor) for tensor in range(layout.tensor_size)]
         ranges = map(self.ranges_of, range(layout.shard_size))
         return [cut(part, mine) for mine in ranges for part in parts]
 
     def num_given(self, rank: int, owner: int) -> int:
-        """Return how many elements a rank gives the owner of the whole: none that others give.
+        """Return how many elements a rank sends to the owner of the whole, without overlap.
 
-        rank, owner: of those that hold one copy of the model.
+        rank, owner: ranks among those that hold one copy of the model.
         """
         size = self.ledger.layout.tensor_size
         if self.tensor_part is None and rank % size != owner % size:
@@ -322,7 +329,7 @@ class ParameterPiece(ABC):
         return sum(stop - start for start, stop in self.ranges_of(rank // size))
 
     def put_together(self, given: Sequence[Tensor]) -> Tensor:
-        """Return the whole parameter, which this rank owns, from what each rank has given of it."""
+        """Return the whole parameter, which this rank owns, from the elements of each rank."""
         size, part = self.ledger.layout.tensor_size, self.tensor_part
         whole = given[0].new_empty(self.shape)
         if part is None:
@@ -336,7 +343,7 @@ class ParameterPiece(ABC):
         return whole
 
     def _spread(self, flat: Tensor, given: Sequence[Tensor]) -> None:
-        """Write what each rank of the shard axis has into its ranges of a flat tensor."""
+        """Write the elements of each rank of the shard axis into their ranges of a flat tensor."""
         for shard, values in enumerate(given):
             spread(flat, self.ranges_of(shard), values)
 
@@ -365,7 +372,7 @@ class ParameterPiece(ABC):
     def same_cut(self, other: ParameterPiece) -> bool:
         """Whether element i of one local tensor is the same global element as i of the other.
 
-        True between the layouts of a model and of its copy, where both are cut alike.
+        True between the layouts of a model and of its copy, if both are cut alike.
         """
         return self is other or (
             self.shape == other.shape
@@ -383,9 +390,10 @@ class ParameterPiece(ABC):
     def whole(self, local: Tensor, what: str = "full_tensor") -> Tensor:
         """Return the plain full tensor of which `local` is this rank's piece; a collective call.
 
-        Pieces are padded to the longest one, since an all-gather takes equal shares. Where one rank
-        owns everything, the others still send that much: small parameters only. They travel between
-        devices, also where they live elsewhere; the whole lies where the pieces do.
+        Pieces are padded to the longest one, since an all-gather takes equal shares. If one rank
+        owns everything, the others still send that much, which is acceptable since these parameters
+        are small. Pieces are sent between devices even if they live on the host. The result is on
+        the same tier as the pieces.
         """
         ledger = self.ledger
         world, layout = ledger.world, ledger.layout
@@ -404,7 +412,7 @@ class ParameterPiece(ABC):
         return full
 
     def _of_stage(self, local: Tensor) -> Tensor:
-        """Return the whole parameter, on the ranks of a pipeline stage that holds it."""
+        """Return the whole parameter on the ranks of a pipeline stage that holds it."""
         part, size = self.tensor_part, self.ledger.layout.shard_size
         if part is not None:
             mine = local.clone() if size == 1 else self._of_shards(local, math.prod(part.local))
@@ -433,13 +441,13 @@ class ParameterPiece(ABC):
     def whole_of_rows(self, rows: Tensor) -> Tensor:
         """Return the plain full tensor of which `rows` are this rank's; a collective call.
 
-        The rows are those that torch's `Shard(0)` gives each rank of the shard axis: all but the
-        last ranks have ceil(shape[0] / size), so that the padded shares in rank order are the
-        tensor.
+        The rows are those that torch's `Shard(0)` gives each rank of the shard axis. All ranks but
+        the last ones have ceil(shape[0] / size) rows, so that the padded shares in rank order are
+        the tensor.
 
         Raises:
-            ShardError: the rows are not those of a tensor of the parameter's shape; on all ranks
-                alike.
+            ShardError: the rows are not those of a tensor of the parameter's shape; raised on all
+                ranks.
         """
         ledger = self.ledger
         world, size = ledger.world, ledger.layout.shard_size
@@ -447,12 +455,12 @@ class ParameterPiece(ABC):
         longest = -(-count // size)
         start = min(world.shard_rank * longest, count)
         expected = [min(longest, count - start), *inner]
-        what = f"taking in rows of {self.name} of a full state dict"
+        what = f"loading of rows of {self.name} of a full state dict"
         if not world.all_well(what, list(rows.shape) == expected):
             raise ShardError(
                 f"{self.name} has global shape {list(self.shape)}, but the full state dict has "
-                f"another: this rank was given rows of shape {list(rows.shape)} of it and expected "
-                f"{expected}; load a state dict of the same model"
+                f"another: this rank was given rows of shape {list(rows.shape)} and expected "
+                f"{expected}. Load a state dict of the same model."
             )
         share = rows.new_zeros((longest, *inner), device=world.device)
         share[: rows.shape[0]].copy_(rows)
@@ -463,8 +471,8 @@ class ParameterPiece(ABC):
     def gather_partials(self, partials: Tensor, what: str) -> Tensor:
         """Return every shard rank's `partials` [n] as one tensor [shard_size, n], in rank order.
 
-        It lies where `partials` do, which is off the device for a parameter that lives there. Over
-        the tensor axis they are another matter: `over_parts`.
+        The result is on the device of `partials`: the host, for a parameter that lives there.
+        Partials over the tensor axis are combined by `over_parts` instead.
         """
         world, size = self.ledger.world, self.ledger.layout.shard_size
         world.agree(what, f"{self.name}, {partials.numel()} values")
@@ -478,11 +486,11 @@ class ParameterPiece(ABC):
 def over_parts(
     pieces: Sequence[ParameterPiece], values: Tensor, combine: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return `values` [n], one for each of the pieces, combined over the tensor axis.
+    """Return `values` [n], one per piece, combined over the tensor axis.
 
-    Those of parameters that are whole there are equal on its ranks, and stay. Of each parameter
-    the value counts that its own pipeline stage has. A collective call where the model has such an
-    axis.
+    Values of parameters that are not cut over the tensor axis are equal on its ranks and stay
+    unchanged. For each parameter, the value of its own pipeline stage is used. This is a collective
+    call if the model has such an axis.
     """
     world = pieces[0].ledger.world
     are_cut = [p.tensor_part is not None for p in pieces]
@@ -491,7 +499,7 @@ def over_parts(
 
 
 def _of_owners(pieces: Sequence[ParameterPiece], values: Tensor) -> Tensor:
-    """Return each parameter's value as the first pipeline stage that holds it has it."""
+    """Return for each parameter the value of the first pipeline stage that holds it."""
     world = pieces[0].ledger.world
     axis = world.axis("pipeline")
     mine = values.contiguous().to(world.device)
@@ -505,7 +513,7 @@ def _of_owners(pieces: Sequence[ParameterPiece], values: Tensor) -> Tensor:
 def over_tensor_axis(
     world: World, values: Tensor, are_cut: Sequence[bool], combine: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Return `values` [n] with those that `are_cut` combined over the tensor axis, as above."""
+    """Return `values` [n], with those that `are_cut` combined over the tensor axis."""
     axis = world.axis("tensor")
     if axis.size == 1:
         return values
@@ -528,7 +536,7 @@ def join_parts(world: World, mine: Tensor, part: Part) -> Tensor:
 
 
 class WholePiece(ParameterPiece):
-    """The piece of a parameter that this rank holds whole: its tensors are plain ones."""
+    """The piece of a parameter that this rank holds whole, as plain tensors."""
 
     is_cut = False
 
@@ -545,12 +553,13 @@ class WholePiece(ParameterPiece):
 def piece_of(tensor: Any) -> ParameterPiece | None:
     """Return the piece of a compiled model's parameter, or of a tensor that is cut like one.
 
-    None for all others: parameters of no compiled model, and plain gradients and states.
+    Returns None for all other tensors: parameters of no compiled model, and plain gradients and
+    states.
     """
     return getattr(tensor, "zfx", None)
 
 
 def is_cut(tensor: Any) -> bool:
-    """Say whether a tensor is sharded, so that this rank holds a part of it."""
+    """Return whether a tensor is sharded, so that this rank holds only a part of it."""
     piece = piece_of(tensor)
     return piece is not None and piece.is_cut

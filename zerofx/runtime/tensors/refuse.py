@@ -1,4 +1,4 @@
-"""The errors for what a piece of a parameter cannot do: each names the fix."""
+"""Errors for operations that a piece of a parameter does not support: each names the fix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ACCEPTED_OPTIMIZERS = (
 
 
 def op_name(func: Any) -> str:
-    """Return how a user calls `func`: `view`, `__getitem__`, or the name of a property."""
+    """Return the name by which a user calls `func`: `view`, `__getitem__`, or a property's name."""
     name = getattr(func, "__name__", repr(func))
     if name in ("__get__", "__set__"):
         return str(getattr(func.__self__, "__name__", name))
@@ -35,41 +35,42 @@ def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
     optimizer = calling_optimizer()
     if optimizer is not None:
         return ShardError(
-            f"{piece.name}: {op} {reason}; {optimizer} needs whole matrices or vectors of "
-            "parameters: give zerofx.optim.whole_matrices(optimizer), which steps each parameter "
-            f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)"
+            f"{piece.name}: {op} {reason}. {optimizer} needs whole matrices or vectors of "
+            "parameters. Give zerofx.optim.whole_matrices(optimizer), which steps each parameter "
+            f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)."
         )
     return ShardError(
-        f"{piece.name}: {op} {reason}; use p.full_tensor() or zerofx.full_state_dict(model) on "
-        "all ranks, or p.to_local() for the piece"
+        f"{piece.name}: {op} {reason}. Use p.full_tensor() or zerofx.full_state_dict(model) on all "
+        "ranks, or p.to_local() for the piece."
     )
 
 
 def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
-    """Raise for what needs the norm of a whole model of which a world holds a part."""
+    """Raise for an operation that needs the norm of a whole model if the world has only a part."""
     raise ShardError(
-        f"{name}: {doing} would take another norm on each rank along the mesh axes {other_axes}. "
-        "The model is compiled over a slice of that mesh, and which of its parameters these ranks "
-        "share is not known here. Add the squares of torch.nn.utils.get_total_norm over those "
-        "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
+        f"{name}: {doing} would use a different norm on each rank along the mesh axes "
+        f"{other_axes}. The model is compiled over a slice of that mesh, and zerofx does not know "
+        "which of its parameters these ranks share. Add the squares of "
+        "torch.nn.utils.get_total_norm over those ranks, and clip with "
+        "torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
     )
 
 
 def refuse_stages(layout: Layout, what: str, instead: str) -> None:
-    """Raise if the model is divided into pipeline stages: `what` needs it all on one of them.
+    """Raise if the model is divided into pipeline stages and `what` needs all of it on one rank.
 
     Raises:
-        ShardError: says what to do instead.
+        ShardError: names the alternative.
     """
     if layout.pipeline_size > 1:
         raise ShardError(
-            f"{what} does not know models yet that are divided into pipeline stages, and this one "
-            f"is, into {layout.pipeline_size} (Plan.parallel.pipeline); {instead}"
+            f"{what} does not support models that are divided into pipeline stages yet. This model "
+            f"is divided into {layout.pipeline_size} (Plan.parallel.pipeline). {instead}"
         )
 
 
 def calling_optimizer() -> str | None:
-    """Return the class of the optimizer whose method runs on this thread, if one does."""
+    """Return the class name of the optimizer whose method is running on this thread, if any."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -80,7 +81,7 @@ def calling_optimizer() -> str | None:
 
 
 def refuse_hook(name: str, method: str) -> NoReturn:
-    """Raise for a gradient hook: the program assigns p.grad itself, so it would never run."""
+    """Raise for a gradient hook: the program assigns p.grad itself, so the hook would never run."""
     raise ShardError(
         f"{name}: {method} on a compiled model's parameter would never run, since the program "
         "assigns p.grad itself. Use register_post_accumulate_grad_hook, whose hook finds the "

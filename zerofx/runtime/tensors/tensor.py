@@ -1,8 +1,8 @@
-"""The sharded tensor: a DTensor of the global shape that holds this rank's flat piece.
+"""Sharded tensor: a DTensor of the global shape that holds this rank's flat piece.
 
-What torch asks of it goes through `__torch_function__` to one table. An operation that is not in
-the table raises: the local tensor has another shape than the global one, so that letting torch
-run it would be silently wrong.
+Torch functions on it go through `__torch_function__` to one table. An operation that is not in the
+table raises. The local tensor's shape differs from the global one, so letting torch run the
+operation would be silently wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HANDLERS: dict[Any, Handler] = {}
 
 
 def handles(*funcs: Any) -> Callable[[Handler], Handler]:
-    """Register a function as what runs when torch is asked for any of `funcs`."""
+    """Register a function as the handler of the torch functions `funcs`."""
 
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(funcs, handler))
@@ -48,13 +48,13 @@ def handles(*funcs: Any) -> Callable[[Handler], Handler]:
 class ShardedTensor(DTensor):
     """A tensor cut like a sharded parameter: a gradient, an optimizer state, or a result of these.
 
-    `shape`, `ndim` and `numel()` are global; `to_local()` is the flat piece (possibly empty);
-    `full_tensor()` gathers, on all ranks together.
+    `shape`, `ndim` and `numel()` are global. `to_local()` is the flat piece (possibly empty).
+    `full_tensor()` gathers the whole; all ranks must call it together.
     """
 
     zfx: ParameterPiece
-    _is_param = False  # what nn.Parameter's instance check reads
-    _aliases = False  # whether the local tensor lies in the flat shard of parameters
+    _is_param = False  # read by nn.Parameter's instance check
+    _aliases = False  # whether the local tensor is part of the flat shard of parameters
     _grad: ShardedTensor | None = None
 
     @classmethod
@@ -91,21 +91,21 @@ class ShardedTensor(DTensor):
         if self._is_param:
             raise ShardError(
                 f"{self.zfx.name}: deepcopy of a sharded parameter is refused, since the copy "
-                "would belong to no model; copy the compiled module as a whole, or take "
-                "zerofx.full_state_dict(model)"
+                "would belong to no model. Copy the compiled module as a whole, or use "
+                "zerofx.full_state_dict(model)."
             )
         memo[id(self)] = wrap(local_tensor(self).clone(), self.zfx)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
-            f"{self.zfx.name}: pickling a {type(self).__name__} would save this rank's piece "
-            "only; use zerofx.save(dir, model, optimizer), or torch.save of "
-            "zerofx.full_state_dict(model)"
+            f"{self.zfx.name}: pickling a {type(self).__name__} would save only this rank's piece. "
+            "Use zerofx.save(dir, model, optimizer), or torch.save of "
+            "zerofx.full_state_dict(model)."
         )
 
-    # Read in every optimizer step, and so without any frame of Python: a twentieth of what
-    # __torch_function__ costs.
+    # Read in every optimizer step, so it runs without a Python frame: a twentieth of the cost of
+    # __torch_function__.
     shape: Any = property(attrgetter("zfx.shape"))
     dtype: Any = property(local_dtype)
     device: Any = property(local_device)
@@ -147,12 +147,12 @@ class ShardedTensor(DTensor):
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the flat piece itself.
 
-        Writes to it are seen as far as torch counts them (a fused optimizer's are not); from the
-        first `to_local()` on, resident parameters are gathered again after every backward. After
+        Writes to it are detected as far as torch counts them (a fused optimizer's are not). After
+        the first `to_local()`, resident parameters are gathered again after every backward. After
         any other write, call `model.refresh()`.
 
         torch's `set_model_state_dict` and `set_optimizer_state_dict` with `broadcast_from_rank0`
-        get a stand-in for it, since they write rows of the whole tensor into it.
+        get a proxy object instead, since they write rows of the whole tensor into it.
         """
         if is_called_by_distribution():
             return cast(torch.Tensor, Landing(local_tensor(self), self.zfx))
@@ -163,8 +163,8 @@ class ShardedTensor(DTensor):
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """Return the whole plain tensor; all ranks must call it together.
 
-        It is no part of a program, so that a gradient does not find its way back to the shards. One
-        that reaches it raises, where it would be lost.
+        It is not part of a program, so a gradient of it cannot reach the shards. A backward that
+        computes one raises, because the gradient would be lost.
         """
         whole = self.zfx.whole(local_tensor(self))
         if not (torch.is_grad_enabled() and self.requires_grad):
@@ -172,14 +172,14 @@ class ShardedTensor(DTensor):
         anchor = torch.empty(0, requires_grad=True)
         return cast(torch.Tensor, _Whole.apply(anchor, whole, self.zfx.name))  # type: ignore[no-untyped-call]
 
-    # None of these goes through __torch_function__.
+    # The following methods bypass __torch_function__.
 
     def redistribute(
         self, device_mesh: Any = None, placements: Any = None, **kwargs: Any
     ) -> DTensor:
-        """Return the tensor whole on every rank, for placements that are `Replicate()`.
+        """Return the whole tensor on every rank, for placements that are `Replicate()`.
 
-        All ranks must call it together; other placements and meshes are refused.
+        All ranks must call it together. Other placements and meshes are refused.
         """
         is_whole = bool(placements) and all(isinstance(p, Replicate) for p in placements)
         if not is_whole or device_mesh not in (None, self.device_mesh):
@@ -199,9 +199,10 @@ class ShardedTensor(DTensor):
         return box_at(self, index.offset)
 
     def _settle(self) -> None:
-        """Wait for updates of parameters that are under way on the host."""
+        """Wait for updates of parameters that are in progress on the host."""
         if self._aliases:
-            self.zfx.ledger.pending.settle()  # not join(): async_save asks from its own thread
+            # Not join(): async_save calls this from its own thread.
+            self.zfx.ledger.pending.settle()
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise refusal("set_", self.zfx)
@@ -214,7 +215,7 @@ allow_foreach(ShardedTensor)
 
 
 def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) of a call by keywords only, as if its first had had none."""
+    """Return (args, kwargs) of a keyword-only call, with the first argument passed by position."""
     first = next(k for k in ("input", "tensor", "self", "x", "A", *kwargs) if k in kwargs)
     return (kwargs[first],), {k: v for k, v in kwargs.items() if k != first}
 
@@ -222,7 +223,7 @@ def _first_by_position(kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[st
 def wrap(
     local: torch.Tensor, piece: ParameterPiece, aliases: bool = False, cls: type = ShardedTensor
 ) -> Any:
-    """Return a wrapper of `local`, which holds elements start:stop of the piece's parameter."""
+    """Return a wrapper of `local`, which holds this rank's elements of the piece's parameter."""
     out: Any = new_dtensor(cls, local, piece.spec(local.dtype), requires_grad=False)
     out.zfx = piece
     if aliases:
@@ -242,11 +243,11 @@ class CutPiece(ParameterPiece):
         return wrap(flat, self)
 
     def publish(self, param: Any, gradient: torch.Tensor) -> None:
-        param._grad = gradient  # made by `show`: the check of p.grad = ... is not needed
+        param._grad = gradient  # created by `show`: the check of p.grad = ... is not needed
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the plain tensor of what this rank holds of any tensor, a plain one itself.
+    """Return the plain tensor that this rank holds of any tensor; a plain one is returned itself.
 
     Inside autograd.grad, methods of sharded tensors do not reach their own handlers.
     """
@@ -254,27 +255,24 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Landing:
-    """A stand-in for a tensor's local part, into which torch writes rows of a full state dict."""
+    """Proxy for a tensor's local part, into which torch writes rows of a full state dict."""
 
     def __init__(self, local: torch.Tensor, piece: ParameterPiece) -> None:
         self._local, self._piece = local, piece
 
     @torch.no_grad()
     def copy_(self, rows: torch.Tensor) -> None:
-        """Take what this rank owns out of the rows that all ranks were given; a collective call."""
+        """Keep this rank's elements of the rows given to all ranks; a collective call."""
         full = self._piece.whole_of_rows(rows)
         self._local.copy_(self._piece.cut(full.reshape(-1)))
         self._piece.ledger.note_write()
 
 
 def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch.Tensor:
-    """Return what of `value` belongs to the piece of `target`.
+    """Return the elements of `value` that belong to the piece of `target`.
 
-    `value` is cut alike, a full plain tensor, or a DTensor (of which all ranks then make the whole
+    `value` is a tensor cut alike, a full plain tensor, or a DTensor (which all ranks then gather
     together).
-
-    Raises:
-        ShardError: `value` is none of these; the message names the parameter and both shapes.
     """
     piece = target.zfx
     if isinstance(value, ShardedTensor):
@@ -282,9 +280,8 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
             return local_tensor(value)
         raise ShardError(
             f"{piece.name}: {doing} mixes it with {value.zfx.name}, which is cut differently "
-            f"({list(piece.shape)} elements {piece.says()} against "
-            f"{list(value.shape)} elements {value.zfx.says()}); "
-            "take full_tensor() of both"
+            f"({list(piece.shape)} elements {piece.says()} against {list(value.shape)} elements "
+            f"{value.zfx.says()}). Use full_tensor() of both."
         )
     if isinstance(value, DTensor):
         value = whole_of(value, piece, doing)
@@ -297,13 +294,13 @@ def local_value(target: ShardedTensor, value: torch.Tensor, doing: str) -> torch
     except RuntimeError:
         raise ShardError(
             f"{piece.name}: {doing} of a tensor of shape {list(value.shape)}, but the parameter "
-            f"has global shape {list(piece.shape)}; give the full tensor"
+            f"has global shape {list(piece.shape)}. Give the full tensor."
         ) from None
     return piece.cut(full.reshape(-1))
 
 
 class _Whole(torch.autograd.Function):
-    """A whole parameter that is read, not trained: what it is used for has no gradient."""
+    """A whole parameter that is read, not trained: a gradient with respect to it raises."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, whole: torch.Tensor, name: str) -> torch.Tensor:
@@ -314,25 +311,26 @@ class _Whole(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
         raise ShardError(
             f"{ctx.name} got a gradient through full_tensor(), which would be lost. Call the "
-            "module that has the parameter. If a library has replaced forward after "
-            "zerofx.compile, compile the model after that, as the trainers of zerofx.integrations "
-            "do. To read the parameter only, use full_tensor().detach()"
+            "module that has the parameter. If a library replaces forward after zerofx.compile, "
+            "compile the model later, as the trainers of zerofx.integrations do. To only read the "
+            "parameter, use full_tensor().detach()."
         )
 
 
 @torch.no_grad()
 def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
-    """Return a DTensor of any other cut (FSDP2's, say) whole; a collective call on its mesh."""
+    """Return a DTensor of another cut (FSDP2, for example) whole; a collective call on its mesh."""
     if value.shape != piece.shape:
         raise ShardError(
             f"{piece.name}: {doing} of a DTensor of shape {list(value.shape)}, but the parameter "
-            f"has global shape {list(piece.shape)}; give one of the same shape"
+            f"has global shape {list(piece.shape)}. Give one of the same shape."
         )
     piece.ledger.world.agree(f"{doing} of a DTensor", piece.name)
     mesh, local = value.device_mesh, value.to_local()
     local = local.to(mesh.device_type)
-    # torch takes equal meshes for one, and may give this value the mesh of another model over the
-    # same ranks, another one on each rank. What is cut as torch cuts it over our ranks, we gather.
+    # torch does not distinguish equal meshes. It may give this value the mesh of another model over
+    # the same ranks, and a different one on each rank. So zerofx gathers values itself if torch
+    # cuts them over our ranks.
     if mesh == piece.ledger.mesh and tuple(value.placements) == (Shard(0),):
         return piece.whole_of_rows(local)
     there = DTensor.from_local(
@@ -342,30 +340,31 @@ def whole_of(value: DTensor, piece: ParameterPiece, doing: str) -> torch.Tensor:
 
 
 def checked_grad(param: ShardedTensor, value: torch.Tensor) -> ShardedTensor:
-    """Return `value` if it may become `param.grad`, as torch checks it for plain tensors."""
+    """Return `value` if it may become `param.grad`, with torch's checks for plain tensors."""
     name = param.zfx.name
     if not isinstance(value, ShardedTensor):
         raise ShardError(
             f"{name}: p.grad was given a plain {type(value).__name__} of shape "
-            f"{list(value.shape)}, but gradients here are pieces ({param!r}); write into the "
-            "gradient in place, or give torch.zeros_like(p).copy_(full_gradient)"
+            f"{list(value.shape)}, but gradients here are pieces ({param!r}). Write into the "
+            "gradient in place, or give torch.zeros_like(p).copy_(full_gradient)."
         )
     if not value.zfx.same_cut(param.zfx) or value.dtype != param.dtype:
-        raise ShardError(f"{name}: p.grad was given {value!r}, which is not cut like {param!r}")
+        raise ShardError(f"{name}: p.grad was given {value!r}, which is not cut like {param!r}.")
     return value
 
 
 def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
-    """Give `target.data = value`: the storage stays in the flat shard, so the values are copied."""
+    """Perform `target.data = value`: the storage stays in the flat shard, so values are copied."""
     local = local_tensor(target)
     if value.dtype != local.dtype or value.device != local.device or value.shape != target.shape:
         raise ShardError(
             f"{target.zfx.name}: p.data was given {list(value.shape)} {value.dtype} on "
             f"{value.device}, but the shard is {list(target.shape)} {local.dtype} on "
-            f"{local.device}; convert the whole model (model.to(...)) or copy into p"
+            f"{local.device}. Convert the whole model (model.to(...)), or copy into p."
         )
     given = local_value(target, value, "p.data = ...")
-    is_own = given.data_ptr() == local.data_ptr()  # p.data *= 2 assigns what it has changed
+    # P.data *= 2 assigns the tensor that it has changed.
+    is_own = given.data_ptr() == local.data_ptr()
     if target._aliases:
         _leave_aliases(target, value, is_own)
     if not is_own:
@@ -376,7 +375,7 @@ def rebind(target: ShardedTensor, value: torch.Tensor) -> None:
 
 
 def _leave_aliases(target: ShardedTensor, value: torch.Tensor, is_own: bool) -> None:
-    """Leave to what `p.data` handed out before the values that `p.data = value` replaces."""
+    """Let earlier results of `p.data` keep the values that `p.data = value` replaces."""
     aliases, name = target.zfx.ledger.aliases, target.zfx.name
     aliases.note_assignment(name, value)
     if is_own:
@@ -403,7 +402,7 @@ def find_sharded(args: Any) -> ShardedTensor | None:
 
 
 def refuse(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], why: str = "") -> NoReturn:
-    """Raise for an operation that a piece cannot answer.
+    """Raise for an operation that a piece does not support.
 
     Raises:
         ShardError: always; it names the operation, the parameter, its piece and the fix.

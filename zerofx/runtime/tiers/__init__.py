@@ -1,1 +1,1 @@
-"""What lives off the device: its memory on the host and on NVMe, and the ways there and back."""
+"""Storage tiers off the device: host and NVMe memory, and the transfers to and from it."""

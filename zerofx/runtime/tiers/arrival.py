@@ -1,4 +1,4 @@
-"""A read from NVMe under way, and what becomes of it where it fails."""
+"""Arrivals: reads from NVMe in flight, and the handling of those that fail."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zerofx.nvme.request import Request
 
 
 class Arrival:
-    """A read under way: `tensor`, in host memory, may be used only after `wait`.
+    """A read in flight: `tensor`, in host memory, may be used only after `wait`.
 
-    on_fault: told of a read that failed, in place of who waits for it, who is given NaN.
+    on_fault: called with the error of a failed read; the waiting caller then gets NaN instead.
     """
 
     __slots__ = ("_request", "on_fault", "tensor")
@@ -25,14 +25,14 @@ class Arrival:
         self.on_fault: Callable[[NvmeError], None] | None = None
 
     def wait(self) -> Tensor:
-        """Return what has arrived, once it has; the host waits.
+        """Wait on the host for the read, and return its result.
 
         Raises:
-            NvmeError: the read failed, or what was read is damaged.
+            NvmeError: the read failed, or the data is damaged.
         """
         tensor, request = self.tensor, self._request
-        assert tensor is not None, "a read was waited for before"
-        self.tensor = self._request = None  # the schedule's name for this outlives it
+        assert tensor is not None, "the read was already waited for"
+        self.tensor = self._request = None  # the schedule's variable outlives the read
         if request is None:
             return tensor
         try:
@@ -46,7 +46,7 @@ class Arrival:
         return tensor
 
     def drop(self) -> None:
-        """Wait for the end of a read whose result is not taken, whether it succeeds or fails."""
+        """Wait for the end of a read whose result is not needed, whether it succeeds or fails."""
         if self._request is not None:
             self._request.join()
         self.tensor = self._request = None

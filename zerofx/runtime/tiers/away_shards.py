@@ -1,4 +1,4 @@
-"""Shards that live off the device: copied to it for gathers, gradients copied back."""
+"""Shards off the device: copied to it for gathers, with their gradients copied back."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 
 
 class AwayShards:
-    """The moves of one model's shards and reduced gradients between tiers, on one rank.
+    """Moves one model's shards and reduced gradients between tiers, on one rank.
 
-    `policy/shard_copies.py` decides what travels: the shard, a cast of it, or a copy that stays on
-    the host. With `delayed` updates gathers read such a copy while the shard itself is updated.
+    `policy/shard_copies.py` decides what is sent: the shard, a cast of it, or a copy that stays on
+    the host. With `delayed` updates, gathers read such a copy while the shard itself is updated.
 
-    What an update leaves of a shard on NVMe goes into the copies that stay while it is in host
-    memory anyway: nothing of it is read again.
+    An update of a shard on NVMe also writes its result into the resident copies while it is in host
+    memory, so that nothing has to be read again.
 
-    The host, which runs ahead of the device, waits at the end of every call for what still reads
-    its memory or writes to it: behind a call everyone may write parameters and read gradients.
-    A read from NVMe that fails on one of several ranks delivers NaN, and is told to all at the end.
+    The host runs ahead of the device. At the end of every call, it waits for all copies that still
+    read or write host memory, so that between calls anyone may write parameters and read gradients.
+    A read from NVMe that fails on one of several ranks delivers NaN, and is reported to all of them
+    at the end.
     """
 
     def __init__(
@@ -41,33 +42,35 @@ class AwayShards:
     ) -> None:
         self._store, self._slots, self._host, self._delayed = store, slots, host, delayed
         self._sent_as = [shard_copies.sent_as(b, delayed) for b in store.layout.buckets]
-        self._published: dict[int, int] = {}  # bucket -> how often
-        self._updated: dict[int, int] = {}  # bucket on NVMe -> how often
-        self._near: dict[int, Tensor] = {}  # bucket -> its shard's copy that stays on the device
-        self._following: dict[int, Any] = {}  # bucket -> event of its last update's copy to there
-        self._casts: dict[int, Tensor] = {}  # bucket -> its shard's copy in the compute format
-        self._fresh: dict[int, Stamp] = {}  # bucket -> what its copy on the device was made of
-        self._cast: dict[int, Stamp] = {}  # bucket -> what its copy on the host was made of
-        self._landing: dict[int, Copy] = {}  # bucket -> its gradient's way to the host
-        self._has_read = False  # any shard, in this call
+        self._published: dict[int, int] = {}  # bucket -> number of times
+        self._updated: dict[int, int] = {}  # bucket on NVMe -> number of times
+        self._near: dict[int, Tensor] = {}  # bucket -> resident copy of its shard on the device
+        self._following: dict[int, Any] = {}  # bucket -> event of the last update's copy to it
+        self._casts: dict[int, Tensor] = {}  # bucket -> copy of its shard in the compute dtype
+        # Bucket -> version that its copy on the device was made from.
+        self._fresh: dict[int, Stamp] = {}
+        # Bucket -> version that its copy on the host was made from.
+        self._cast: dict[int, Stamp] = {}
+        self._landing: dict[int, Copy] = {}  # bucket -> copy of its gradient to the host
+        self._has_read = False  # whether any shard was read in this call
         self._fault: NvmeError | None = None  # of such a read
-        self._reading: dict[int, Copy] = {}  # bucket -> the last copy out of its shard
+        self._reading: dict[int, Copy] = {}  # bucket -> the last copy that reads its shard
         if (nvme := store.homes.nvme) is not None and not delayed:
             nvme.on_update = weakref.WeakMethod(self.follow)
 
     # -- to the device ----------------------------------------------------------------------
     def reload(self, shard: Tensor, bucket: int, slot: int = -1) -> Copy:
-        """Launch the copy of a bucket's shard into `slot`, in the compute format."""
+        """Launch the copy of a bucket's shard into `slot`, in the compute dtype."""
         b = self._store.layout.buckets[bucket]
         out = self._slots.take(slot, shard.numel(), b.compute_dtype)
         return self._send(out, shard, bucket)
 
     def refresh(self, shard: Tensor, bucket: int) -> Copy | Flight:
-        """Launch the copy of a shard to where it stays, if it changed since the last."""
+        """Launch the copy of a shard to its resident copy, if it changed since the last one."""
         b = self._store.layout.buckets[bucket]
         near = self._near.get(bucket)
         if near is None:
-            with torch.inference_mode(False):  # it outlives the mode that first asked for it
+            with torch.inference_mode(False):  # the copy outlives the mode of its first use
                 near = torch.empty(
                     shard.numel(), dtype=b.compute_dtype, device=self._store.world.device
                 )
@@ -80,7 +83,7 @@ class AwayShards:
         return copy
 
     def fill(self, out: Tensor, shard: Tensor, bucket: int) -> Tensor:
-        """Copy a shard into this rank's slice of a resident copy, ahead of all later compute."""
+        """Copy a shard into this rank's slice of a resident copy, before all later compute."""
         near = self._near.get(bucket)
         is_there = near is not None and near.data_ptr() == out.data_ptr()
         made_of = self._made_of(bucket)
@@ -91,7 +94,7 @@ class AwayShards:
         return self._send(out, shard, bucket).wait()
 
     def _await_update(self, bucket: int) -> None:
-        """Let the compute launched from now on wait for what a bucket's last update sent."""
+        """Make later compute wait for the copies launched by a bucket's last update."""
         self._host.join(H2D, self._following.pop(bucket, None))
 
     def _send(self, out: Tensor, shard: Tensor, bucket: int) -> Copy:
@@ -100,7 +103,7 @@ class AwayShards:
         return copy
 
     def read(self, shard: Tensor, bucket: int) -> Arrival:
-        """Launch the read of a shard that lives on NVMe, into memory of the host."""
+        """Launch the read of a shard on NVMe into host memory."""
         nvme = self._store.homes.nvme
         assert nvme is not None, f"bucket {bucket} does not live on NVMe"
         self._has_read = True
@@ -113,12 +116,12 @@ class AwayShards:
         self._fault = self._fault or error
 
     def take_fault(self) -> NvmeError | None:
-        """Return what went wrong in reads of this call; who asks tells the other ranks."""
+        """Return and clear the error of this call's reads; the caller tells the other ranks."""
         fault, self._fault, self._has_read = self._fault, None, False
         return fault
 
     def tell(self, what: str) -> None:
-        """Let all ranks raise, at the end of a call, what went wrong in its reads on one.
+        """Raise on all ranks, at the end of a call, if a read failed on one of them.
 
         Raises:
             NvmeError: names rank, file, offset and bucket.
@@ -127,9 +130,9 @@ class AwayShards:
             tell(self._store.world, f"reads from NVMe of {what}", self.take_fault(), NvmeError)
 
     def _as_sent(self, shard: Tensor, bucket: int) -> Tensor:
-        """Return the host's tensor that travels: the shard, or a copy in the compute format.
+        """Return the host tensor to send: the shard, or a copy in the compute dtype.
 
-        Of what lives on NVMe and is gathered from the host, that copy is all that lies there.
+        For a shard on NVMe that is gathered from the host, this copy is all that the host holds.
         """
         b, sent_as = self._store.layout.buckets[bucket], self._sent_as[bucket]
         if sent_as is SentAs.SHARD:
@@ -138,7 +141,7 @@ class AwayShards:
         cast = self._casts.get(bucket)
         if cast is not None and not self._is_cast_outdated(bucket):
             return cast
-        if self._delayed:  # somebody else wrote: what is under way comes first
+        if self._delayed:  # written by someone else: finish copies in flight first
             self._store.ledger.pending.join()
         if cast is None:
             with torch.inference_mode(False):  # as above
@@ -153,13 +156,14 @@ class AwayShards:
         return cast
 
     def stamp(self, bucket: int) -> Stamp:
-        """Return what changes whenever what gathers read of a bucket does."""
+        """Return a stamp that changes whenever the values that gathers read of a bucket change."""
         return self._writes(), self._published.get(bucket, 0)
 
     def _made_of(self, bucket: int) -> Stamp:
-        """Return what changes whenever a copy of this rank's shard is outdated.
+        """Return a stamp that changes whenever a copy of this rank's shard becomes stale.
 
-        Of a shard on NVMe that is what others write and its own updates, which copies follow.
+        For a shard on NVMe, it counts writes by others and its own updates, which the copies
+        follow.
         """
         if self._delayed or self._store.layout.buckets[bucket].home is not Tier.NVME:
             return self.stamp(bucket)
@@ -174,11 +178,11 @@ class AwayShards:
         return shard_copies.is_outdated(self._cast.get(bucket), self._cast_of(bucket))
 
     def _writes(self) -> int:
-        """Count the writes after which copies are outdated: delayed updates are published."""
+        """Count the writes that make copies stale; delayed updates count once published."""
         return self._store.ledger.foreign_writes if self._delayed else self._store.epoch
 
     def publish(self, bucket: int) -> None:
-        """Let gathers read, from the next one on, what a bucket's last update left."""
+        """Let gathers read the result of a bucket's last update, starting with the next gather."""
         self._published[bucket] = self._published.get(bucket, 0) + 1
         if (cast := self._casts.get(bucket)) is not None:
             self._host.settle_place(cast)
@@ -186,9 +190,10 @@ class AwayShards:
                 cast.copy_(self._store.shards[bucket])
 
     def follow(self, place: int, values: Tensor) -> None:
-        """Put what an update leaves of a place on NVMe into the copies that stay and are current.
+        """Write an update's result for a place on NVMe into the current resident copies.
 
-        place: the first of its buckets. values: its elements, in host memory that is lent out next.
+        place: the first of its buckets.
+        values: its elements, in host memory that will be reused.
         """
         layout = self._store.layout
         for b in layout.blocks[layout.block_of[place]]:
@@ -211,22 +216,22 @@ class AwayShards:
                     mine = lent.copy_(mine)
                 copy = self._host.move(near, mine, H2D, lent, f"b{bucket}")
                 self._following[bucket] = copy.event
-                copy.wait()  # which lets go of the host's memory
+                copy.wait()  # which releases the host memory
                 self._fresh[bucket] = self._made_of(bucket)
 
     def forget(self) -> None:
-        """Take every copy that stays for outdated."""
+        """Mark every resident copy as stale."""
         self._fresh.clear()
         self._cast.clear()
 
     # -- gradients --------------------------------------------------------------------------
     def offload_grad(self, reduced: Tensor, bucket: int, into: Tensor | None) -> Copy:
-        """Launch the copy of a reduced slice to the host: into p.grad's memory, or beside it."""
+        """Launch the copy of a reduced slice to the host: into p.grad's memory, or next to it."""
         out = self._host.borrow(reduced, reduced.dtype) if into is None else into
         copy = self._landing[bucket] = self._host.move(out, reduced, D2H, what=f"b{bucket}")
         return copy
 
-    # -- what the host waits for ------------------------------------------------------------
+    # -- waits on the host ------------------------------------------------------------------
     def settle(self, bucket: int) -> None:
         """Wait until a bucket's gradient has arrived and its shard is read; both may be touched."""
         for under_way in (self._landing, self._reading):
@@ -234,6 +239,6 @@ class AwayShards:
                 self._host.settle(copy)
 
     def settle_all(self) -> None:
-        """Wait for every copy: at the end of a call."""
+        """Wait for every copy, at the end of a call."""
         for bucket in {**self._landing, **self._reading}:
             self.settle(bucket)

@@ -1,7 +1,8 @@
-"""What runs beside a schedule's calls: when each copy, read, write and update began and ended.
+"""Recording of background work: when each copy, read, write and update began and ended.
 
-Updates have a thread of their own, requests to the disk the engine's, copies on CUDA a stream. A
-recording hangs one of these in a model's host tier and its updates; without one nothing is noted.
+Updates have their own thread, disk requests the engine's threads, and copies on CUDA a stream. A
+recording attaches a `Beside` to a model's host tier and its updates; without it nothing is
+recorded.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ UPDATE = "update"  # the lane of updates; the others are the host tier's
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """One stretch of a lane.
+    """One time span of a lane.
 
-    lane: UPDATE, or one of the host tier's. what: "b3" for what moves of bucket 3, "" where the
-        schedule's call says it. launched_ns: when the schedule or the optimizer launched it; of
-        what an update on its own thread launches, when that update was.
-    span: when it began and ended: marks of the recording's clock, or times of the host. moment:
-        in place of it, of a request to the disk: what the engine fills in.
+    lane: UPDATE, or one of the host tier's.
+    what: "b3" for a transfer of bucket 3, "" if the schedule's call names it.
+    launched_ns: when the schedule or the optimizer launched it. For work launched by an update on
+        its own thread, when that update was launched.
+    span: when it began and ended, as marks of the recording's clock or times of the host.
+    moment: used instead of `span` by disk requests; the engine fills it in.
     """
 
     lane: str
@@ -39,21 +41,21 @@ class Note:
 
 
 class Beside:
-    """Collects notes, from any thread. mark: tells when the current stream gets to here."""
+    """Collects notes from any thread. mark: records when the current stream reaches this point."""
 
     def __init__(self, mark: Callable[[], Any]) -> None:
         self.mark = mark
         self.notes: list[Note] = []
-        self._updates: dict[int, int] = {}  # thread -> when the update that it runs was launched
-        self._parts: set[int] = set()  # threads whose update has noted parts of itself
+        self._updates: dict[int, int] = {}  # thread -> launch time of the update that it runs
+        self._parts: set[int] = set()  # threads whose update has recorded its parts
 
     def launched_ns(self) -> int:
-        """Return when what is launched now was; to take along where another thread does it."""
+        """Return the launch time of work that is launched now, to pass on to another thread."""
         return self._updates.get(threading.get_ident()) or now_ns()
 
     @contextmanager
     def updating(self, what: str, launched_ns: int) -> Iterator[None]:
-        """Note an update that runs on this thread in the block, or in its place parts of it."""
+        """Record an update that this thread runs in the block, unless its parts are recorded."""
         me, began = threading.get_ident(), now_ns()
         outer = self._updates.get(me)
         self._updates[me] = launched_ns
@@ -71,12 +73,12 @@ class Beside:
                 self._updates[me] = outer
 
     def copied(self, lane: str, what: str, nbytes: int, marks: Sequence[Any]) -> None:
-        """Note a copy; its lane has marked its begin and its end."""
+        """Record a copy; its lane has marked its begin and its end."""
         began, ended = marks
         self.notes.append(Note(lane, what, nbytes, self.launched_ns(), (began, ended)))
 
     def requested(
         self, lane: str, what: str, nbytes: int, moment: Moment, launched_ns: int
     ) -> None:
-        """Note a request to the disk, which may not have ended yet."""
+        """Record a request to the disk, which may still be running."""
         self.notes.append(Note(lane, what, nbytes, launched_ns, moment=moment))

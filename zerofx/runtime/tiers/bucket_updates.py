@@ -1,4 +1,4 @@
-"""Updates of buckets inside backward: where they stand, beside it on a thread, or one step late."""
+"""Bucket updates inside backward: inline, next to it on a thread, or one step late."""
 
 from __future__ import annotations
 
@@ -21,47 +21,48 @@ if TYPE_CHECKING:
 
 
 class BucketUpdates:
-    """Lets the optimizers update buckets whose gradients have been stored, and frees these.
+    """Lets the optimizers update buckets whose gradients have been stored, and frees the gradients.
 
-    What lives on the host is updated on a thread beside the rest of backward, which ends with it;
-    with `delayed`, beside the next step up to that bucket's next gradient: gathers read meanwhile
-    what the update before it left.
+    Parameters on the host are updated on a thread during the rest of backward, which waits for it
+    at its end. With `delayed`, they are updated during the next step, up to that bucket's next
+    gradient; until then, gathers read the result of the previous update.
     """
 
     def __init__(self, store: ShardStore, away: AwayShards, delayed: bool) -> None:
         self._store, self._away, self._delayed = store, away, delayed
         self._pending: HostUpdates = store.ledger.pending
-        self._stored: dict[int, frozenset[str]] = {}  # bucket -> whose gradients wait for an update
-        self._fault: NvmeError | None = None  # of an update of this backward, told at its end
+        self._stored: dict[int, frozenset[str]] = {}  # bucket -> parameters with gradients to apply
+        self._fault: NvmeError | None = None  # from an update of this backward, reported at its end
 
     def begin(self) -> None:
         """Check, before anything is launched, that a backward may update."""
         self._store.grads.begin_updates()
 
     def prepare(self, bucket: int) -> None:
-        """Make ready for a bucket's gradient, which is about to be reduced."""
+        """Prepare for a bucket's gradient, which is about to be reduced."""
         if self._store.updates is None:
             return
         with self._held():
-            self._pending.join(bucket)  # of the last step, whose gradient lies where the new will
+            # Of the last step, whose gradient memory is about to be reused.
+            self._pending.join(bucket)
             self._store.grads.prepare_update(bucket)
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
-        """Keep a fault of the disk for the end of backward, to which all ranks come together."""
+        """Defer a disk fault to the end of backward, which all ranks reach together."""
         try:
             yield
         except NvmeError as error:
             self._fault = self._fault or error
 
     def note(self, bucket: int, names: frozenset[str]) -> None:
-        """Note that gradients of these parameters of a bucket have been stored."""
+        """Record that gradients of these parameters of a bucket have been stored."""
         self._stored[bucket] = names
 
     def update(self, shard: Tensor, bucket: int) -> None:
         """Let the optimizers update a bucket's shard, and free its gradients."""
         names = self._stored.pop(bucket, None)
-        if names is None:  # this backward runs for inputs alone
+        if names is None:  # this backward runs for inputs only
             return
         home = self._store.layout.buckets[bucket].home
         is_beside = home is not Tier.DEVICE and self._store.grads.may_update_beside(names)
@@ -82,7 +83,7 @@ class BucketUpdates:
             self._pending.launch(bucket, run, at_most)
 
     def _take(self, bucket: int, names: frozenset[str]) -> Callable[[], None]:
-        """Take a bucket's update, for whose states there may be no room: then it has none."""
+        """Take a bucket's update; without room for its states, take none and keep the fault."""
         try:
             return self._store.grads.take_update(bucket, names)
         except BaseException:
@@ -90,12 +91,12 @@ class BucketUpdates:
             raise
 
     def _settled(self, bucket: int, update: Callable[[], None]) -> None:
-        """Run an update whose gradient may still be on its way to the host."""
+        """Run an update whose gradient may still be in flight to the host."""
         self._away.settle(bucket)
         update()
 
     def finish(self, is_whole: bool) -> None:
-        """End a backward. is_whole: it has reduced and updated all that it will.
+        """End a backward. is_whole: whether all of its reductions and updates have run.
 
         Raises:
             NvmeError: an update failed, on this rank or another; names file, offset and bucket.
@@ -106,14 +107,14 @@ class BucketUpdates:
                 with self._held():
                     self._pending.join()
             self._store.homes.drop_early()
-            # updates with what a failed read delivered have spoilt the parameters as well
+            # updates that used the result of a failed read have corrupted the parameters as well
             fault, self._fault = self._away.take_fault() or self._fault, None
             if self._store.homes.nvme is not None:
                 self._tell(fault)
             self._store.updates.end()
 
     def _tell(self, fault: NvmeError | None) -> None:
-        """Let all ranks raise what went wrong on one."""
+        """Raise on all ranks if an update failed on one of them."""
         try:
             tell(self._store.world, "updates over NVMe inside backward", fault, NvmeError)
         except NvmeError as error:
@@ -121,7 +122,7 @@ class BucketUpdates:
             raise
 
     def abandon(self) -> None:
-        """Forget what waited for an update that did not come."""
+        """Forget updates that were waiting and will not run."""
         if self._store.updates is not None:
             self._pending.drain()
             self._store.updates.abandon()

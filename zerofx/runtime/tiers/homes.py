@@ -1,6 +1,6 @@
-"""Memory for what lives with a bucket: its shard, its gradients, its optimizer states.
+"""Memory by tier: for the shards of buckets, their gradients, and their optimizer states.
 
-Room on NVMe is asked for on all ranks before any of them takes it.
+All ranks check for space on NVMe before any of them allocates it.
 """
 
 from __future__ import annotations
@@ -30,35 +30,37 @@ from zerofx.runtime.schedule import full_name
 from zerofx.runtime.tiers.host_tier import HostTier, host_memory
 from zerofx.runtime.tiers.nvme_home import GRADIENTS, PARAMETERS, NvmeHome
 
-ADAMW_STATES = 2  # that the check of free space counts with, of the shard's size
+ADAMW_STATES = 2  # assumed by the check of free space, each of the shard's size
 
 
 class Homes:
-    """Hands out memory of each tier, for one model on one rank.
+    """Allocates memory of each tier, for one model on one rank.
 
-    writes: a number that grows when parameters were or may have been written past the optimizer.
-    host: the host's memory for values on their way. nvme: the files, where anything lives there.
+    writes: a number that increases when parameters were or may have been written by others than the
+        optimizer.
+    host: host memory for values in transfer.
+    nvme: the files, if anything lives there.
     """
 
     def __init__(self, device: torch.device, writes: Callable[[], int] = int) -> None:
         self._device, self._writes = device, writes
         self.host = HostTier(device)
         self.nvme: NvmeHome | None = None
-        self._far: dict[int, int] = {}  # first bucket of a block on NVMe -> bytes of that
-        self._trained: set[int] = set()  # those that had something to train when they were made
-        self._lent: set[tuple[str, int]] = set()  # places on NVMe that somebody has
-        # (kind, bucket) -> ranges of its place, each with a weak reference to whose it is
+        self._far: dict[int, int] = {}  # first bucket of a block on NVMe -> size in bytes
+        self._trained: set[int] = set()  # those with trainable parameters when the files were made
+        self._lent: set[tuple[str, int]] = set()  # places on NVMe that are in use
+        # (kind, bucket) -> ranges of its place, each with a weak reference to its owner
         self._states: dict[tuple[str, int], list[tuple[int, int, Any]]] = {}
         self._maps: dict[int, mmap.mmap] = {}  # address -> the host memory there
 
     def open(self, folder: str | os.PathLike[str], rank: int, layout: Layout, keeps: bool) -> None:
-        """Make the files of a layout's buckets that live on NVMe; `far_bytes` says how large.
+        """Create the files of a layout's buckets that live on NVMe; `far_bytes` is their size.
 
         keeps: whether gradients stay between backward and the optimizer's step.
 
         Raises:
-            NvmeError: the folder cannot be used, or has too little space for what will lie there;
-                both numbers are said.
+            NvmeError: the folder cannot be used, or has too little space; the message has both
+                numbers.
         """
         far = [block for block in layout.blocks if block[0].home is Tier.NVME]
         self._far = {b[0].index: layout.block_numel(b) * b[0].dtype.itemsize for b in far}
@@ -66,7 +68,7 @@ class Homes:
         names = {b[0].index: _name(b) for b in far}
         parts = {b.index: (block[0].index, *layout.stretch(b)) for block in far for b in block}
         self.nvme = NvmeHome(folder, rank, self.host, names, parts, self._writes)
-        self.nvme.need_space(far_bytes(layout, keeps), f"what lives there of {len(parts)} buckets")
+        self.nvme.need_space(far_bytes(layout, keeps), f"the data of {len(parts)} buckets")
         try:
             self._reserve(PARAMETERS, self._far)
             kept = [b for b in far if reduction.gradient_tier(b[0], not keeps) is Tier.NVME]
@@ -81,14 +83,14 @@ class Homes:
         self.nvme.reserve(kind, {index: self._far[index] for index in buckets})
 
     def shard(self, bucket: Bucket, numel: int) -> Tensor:
-        """Return zeros for a bucket's shard, or for that of a block which begins with it."""
+        """Return zeros for a bucket's shard, or for the shard of a block that begins with it."""
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
         assert self.nvme is not None
         return self.nvme.place(PARAMETERS, bucket.index, bucket.dtype)
 
     def gradient(self, bucket: Bucket, numel: int) -> Tensor:
-        """Return memory for the gradient of that; every call returns another."""
+        """Return memory for the gradient of such a shard; every call returns new memory."""
         key = GRADIENTS, bucket.index
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
@@ -99,7 +101,7 @@ class Homes:
         return self.nvme.place(GRADIENTS, bucket.index, bucket.dtype)
 
     def state_at(self, key: str, bucket: Bucket, offset: int) -> int | None:
-        """Return the address of a state of a bucket on NVMe, None if it has no place there."""
+        """Return the address of a bucket's state on NVMe, or None if it has no place there."""
         if self.nvme is None or not self.nvme.has(key, bucket.index):
             return None
         return self.nvme.place(key, bucket.index, bucket.dtype)[offset:].data_ptr()
@@ -107,30 +109,31 @@ class Homes:
     def state(
         self, key: str, bucket: Bucket, numel: int, offset: int, owner: Any, keeps: bool = False
     ) -> Tensor:
-        """Return zeros for an optimizer state of `numel` elements from `offset` of a shard on.
+        """Return zeros for an optimizer state of `numel` elements, starting at `offset` of a shard.
 
-        owner: a weak reference to the optimizer whose it is. keeps: what is there is its own.
+        owner: a weak reference to the optimizer that owns it.
+        keeps: whether the values already there are kept.
 
         Raises:
-            OptimizerError: another one has the same place, and is still there.
+            OptimizerError: another optimizer has the same place and still exists.
         """
         if bucket.home is not Tier.NVME:
             return self.zeros(numel, bucket.dtype, bucket.home)
         assert self.nvme is not None
         if not self.nvme.has(key, bucket.index):
-            # else it was frozen when the files were made
+            # otherwise it was frozen when the files were made
             is_trained = bucket.index in self._trained
             self._reserve(key, self._trained if is_trained else {bucket.index})
         held = self.nvme.place(key, bucket.index, bucket.dtype)[offset : offset + numel]
         ranges = self._states.setdefault((key, bucket.index), [])
         earlier = [w for start, stop, w in ranges if start < offset + numel and offset < stop]
         if any(w() not in (None, owner()) for w in earlier):
-            gc.collect()  # schedulers hold optimizers in cycles
+            gc.collect()  # schedulers hold optimizers in reference cycles
         if any(w() not in (None, owner()) for w in earlier):
             raise OptimizerError(
-                f"{bucket.label()}: {key} on NVMe belongs to another optimizer, which is still "
-                "there; drop it (del optimizer, and its schedulers) before the new one steps, or "
-                "keep optimizer states on the host (Plan.offload.optimizer = 'cpu')"
+                f"{bucket.label()}: {key} on NVMe belongs to another optimizer, which still "
+                "exists. Drop it (del optimizer, and its schedulers) before the new one steps, or "
+                "keep optimizer states on the host (Plan.offload.optimizer = 'cpu')."
             )
         if earlier and not keeps:
             held.zero_()
@@ -141,7 +144,7 @@ class Homes:
     def sleep_and_wake(
         self, bucket: Bucket
     ) -> tuple[Callable[[Tensor], None], Callable[[Tensor], None]]:
-        """Return how a bucket's gradient is freed between steps, and made usable again."""
+        """Return functions that free a bucket's gradient between steps and make it usable again."""
         if bucket.home is Tier.DEVICE:
             return shrink, regrow
         return self._drop_pages, _nothing
@@ -151,7 +154,7 @@ class Homes:
             held.madvise(mmap.MADV_DONTNEED)
 
     def zeros(self, numel: int, dtype: torch.dtype, tier: Tier) -> Tensor:
-        """Return `numel` zeros of the device or the host, there outside torch's allocator."""
+        """Return `numel` zeros on the device or the host, there outside torch's allocator."""
         with torch.inference_mode(False):
             if tier is Tier.DEVICE:
                 return torch.zeros(numel, dtype=dtype, device=self._device)
@@ -159,7 +162,7 @@ class Homes:
             return memory.view(dtype)
 
     def _passing(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return zeros of the host whose memory is given back between backward passes."""
+        """Return host zeros whose memory is given back between backward passes."""
         memory, held = host_memory(numel * dtype.itemsize, self._device)
         with torch.inference_mode(False):
             flat = memory.view(dtype)
@@ -169,45 +172,45 @@ class Homes:
         return flat
 
     def abandon(self) -> None:
-        """Let go of what is under way to and from NVMe, after an exception."""
+        """Drop transfers to and from NVMe that are in flight, after an exception."""
         if self.nvme is not None:
             self.nvme.drain()
 
     def drop_early(self) -> None:
-        """Let go of reads from NVMe for updates that did not come."""
+        """Drop reads from NVMe for updates that did not happen."""
         if self.nvme is not None:
             self.nvme.drop_early()
 
     def fetch(self, view: Tensor) -> Tensor:
-        """Return what a tensor holds, brought to the host where it lies on NVMe."""
+        """Return the values of a tensor, read into host memory if it is on NVMe."""
         return view if self.nvme is None else self.nvme.fetch(view)
 
     def release(self, view: Tensor) -> None:
-        """Give back the memory that looking at one tensor has taken, if it lies on NVMe."""
+        """Give back the memory taken by reading one tensor, if it is on NVMe."""
         if self.nvme is not None:
             self.nvme.release(view)
 
     def rest(self) -> None:
-        """Give back the memory that looking at what lives on NVMe has taken."""
+        """Give back the memory taken by reading parameters on NVMe."""
         if self.nvme is not None:
             self.nvme.rest()
 
 
 def _name(block: Sequence[Bucket]) -> str:
-    """Name a block for errors: a tiled parameter, or its only bucket."""
+    """Return the name of a block for errors: a tiled parameter, or its only bucket."""
     tile = block[0].tile
     return full_name(block[0]) if tile is None else f"{tile.name} ({tile.count} tiles)"
 
 
 def far_bytes(layout: Layout, keeps: bool) -> int:
-    """Return what a rank will have on NVMe: parameters, AdamW states, gradients if `keeps`."""
+    """Return a rank's bytes on NVMe: parameters, AdamW states, and gradients if `keeps`."""
     far = [b for b in layout.buckets if b.home is Tier.NVME]
     sizes = [(layout.shard_numel(b) * b.dtype.itemsize, b.trainable) for b in far]
     return sum(size * (1 + is_trained * (ADAMW_STATES + keeps)) for size, is_trained in sizes)
 
 
 def staged_bytes(layout: Layout, bucket: int) -> int:
-    """Return what is read from NVMe, and is on the host, for a bucket's shard."""
+    """Return the bytes read from NVMe into host memory for a bucket's shard."""
     first, last = covering(*layout.stretch(layout.buckets[bucket]))
     return last - first
 
@@ -218,17 +221,17 @@ def shrink(flat: Tensor) -> None:
 
 
 def regrow(flat: Tensor) -> None:
-    """Give a flat tensor memory again."""
+    """Allocate a flat tensor's memory again."""
     flat.untyped_storage().resize_(flat.nbytes)
 
 
 def _nothing(flat: Tensor) -> None:
-    """Pages come back by themselves when they are next written."""
+    """Do nothing: pages come back by themselves with the next write."""
 
 
 @dataclass(frozen=True)
 class _Claim:
-    """What a rank is going to have in a folder, and what its file system has left."""
+    """The bytes that a rank will need in a folder, and the free space of its file system."""
 
     where: tuple[str, int]  # host and device: ranks that share both share the space
     needed_bytes: int
@@ -236,13 +239,13 @@ class _Claim:
 
 
 def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
-    """Check on every rank that there is room for all ranks' files together; a collective call.
+    """Check on every rank that there is space for all ranks' files together; a collective call.
 
     keeps: whether gradients stay between backward and the optimizer's step.
 
     Raises:
-        NvmeError: a folder cannot be used, or has too little space for the ranks that share it;
-            both numbers are said, on every rank.
+        NvmeError: on every rank, if a folder cannot be used or has too little space for the ranks
+            that share it; the message has both numbers.
     """
     needed = far_bytes(layout, keeps)
 
@@ -251,7 +254,7 @@ def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
         where = socket.gethostname(), os.stat(home).st_dev
         return _Claim(where, needed, free_bytes(home))
 
-    claims = together(world, f"a look at {folder}, for what lives on NVMe", claim, NvmeError)
+    claims = together(world, f"check of {folder} for data on NVMe", claim, NvmeError)
     num_buckets = sum(b.home is Tier.NVME for b in layout.buckets)
     for where in dict.fromkeys(c.where for c in claims):
         ranks = [rank for rank, c in enumerate(claims) if c.where == where]
@@ -260,8 +263,8 @@ def claim_space(world: World, folder: str, layout: Layout, keeps: bool) -> None:
         if asked > free:
             raise NvmeError(
                 f"{folder} on {where[0]}: parameters, gradients and AdamW's states of "
-                f"{num_buckets} buckets need {sized(asked)} ({_say(ranks)}) but {sized(free)} are "
-                "free; free space there, choose another path, or offload less"
+                f"{num_buckets} buckets need {sized(asked)} ({_say(ranks)}), but {sized(free)} are "
+                "free. Free space there, choose another path, or offload less."
             )
 
 
@@ -271,7 +274,7 @@ def check_folder(world: World, folder: str) -> None:
     Raises:
         NvmeError: it cannot be, on some rank.
     """
-    together(world, f"a look at {folder}", lambda: str(prepare(folder)), NvmeError)
+    together(world, f"check of {folder}", lambda: str(prepare(folder)), NvmeError)
 
 
 def _say(ranks: list[int]) -> str:

@@ -1,8 +1,8 @@
-"""The host tier: where values wait between forward and backward, and the copies there and back.
+"""Host tier: memory for values between forward and backward, and the copies to and from it.
 
-Host memory is a pool of its own beside the device's allocator, on CPU-only machines too. A place is
-lent to one call's value for as long as that call holds it, and then to another: places are made at
-first need and kept.
+Host memory is a pool separate from the device's allocator, on CPU-only machines too. A place is
+borrowed by one call's value for as long as that call holds it, and is then reused. Places are
+created on first need and kept.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from zerofx.runtime.tiers.beside import Beside
 # -- Host memory outside torch's allocator: pinned, or pages of its own ----------------------------
 
 
-HUGE_BYTES = 8 << 20  # from which on rounding up to huge pages is small
+HUGE_BYTES = 8 << 20  # from this size on, rounding up to huge pages wastes little
 
 
 class Place:
-    """A stretch of host memory, and the last copy out of it or into it."""
+    """A range of host memory, and the last copy from it or to it."""
 
     __slots__ = ("event", "memory")
 
@@ -44,51 +44,51 @@ class Place:
 
 
 def host_memory(nbytes: int, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
-    """Return bytes of host memory that copies from and to a device can use, all zero.
+    """Return zeroed bytes of host memory that copies from and to a device can use.
 
-    With them comes the map they lie in, None where they are pinned.
-
-    They lie outside torch's allocator, as pinned memory does on CUDA: what counts there counts the
-    device alone.
+    Also return the map that contains them, or None if they are pinned. The memory bypasses torch's
+    allocator, as pinned memory does on CUDA, so that the allocator counts only the device's memory.
     """
-    with torch.inference_mode(False):  # it outlives the mode that first asked for it
+    with torch.inference_mode(False):  # the memory outlives the mode of its first use
         if device.type == "cuda":
             return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True), None
         held = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # an advice: fewer faults, and fewer pages for disks to pin
+            with suppress(OSError):  # a hint: fewer page faults, and fewer pages for disks to pin
                 held.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(held, dtype=torch.uint8)[:nbytes], held
 
 
-# -- Lanes of copies between device and host: a stream each on CUDA, inline on a CPU ---------------
+# -- Lanes of copies between device and host: one stream each on CUDA, inline on CPU ---------------
 
 
 Mark = Callable[[], None]
 
 
 class Lane(Protocol):
-    """Copies one after another, beside the compute."""
+    """Runs copies one after another, concurrently with the compute."""
 
     def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> Any:
-        """Launch a copy behind the compute launched so far, and behind an event of a lane.
+        """Launch a copy after the compute launched so far, and after an event of a lane.
 
-        mark: called before the copy and behind it, where the lane gets to both.
-        Returns what `join` takes, None where the copy has ended already.
+        mark: called when the lane reaches the start and the end of the copy.
+
+        Returns:
+            The argument for `join`, or None if the copy has already ended.
         """
 
     def join(self, event: Any) -> None:
-        """Let the compute launched from now on wait for a copy. The host does not wait."""
+        """Make compute launched from now on wait for a copy. The host does not wait."""
 
     def settle(self, event: Any) -> None:
-        """Let the host wait for a copy, what it is about to read or overwrite."""
+        """Make the host wait for a copy whose memory it is about to read or overwrite."""
 
 
 class InlineLane:
-    """Copies at the launch.
+    """Copies synchronously at the launch.
 
-    A thread would take from the compute the cores and the memory bandwidth that it copies with:
-    nothing is gained by it, and a launch would no longer be where its time is spent.
+    A copy thread would compete with the compute for cores and memory bandwidth. It would gain
+    nothing, and the time of a copy would no longer show up at its launch.
     """
 
     def copy(self, out: Tensor, source: Tensor, behind: Any, mark: Mark | None = None) -> None:
@@ -107,11 +107,11 @@ class InlineLane:
 
 
 class StreamLane:
-    """Copies on a stream of its own, ordered by events alone.
+    """Copies on a stream of its own, ordered by events only.
 
     The memory of neither side is reused before its copy has ended, although the allocator does not
-    know of this stream: the schedule holds the source until `join`, behind which the compute stream
-    stands; the destination was last used by what the copy waits for.
+    know this stream. The schedule holds the source until `join`, which orders the compute stream
+    after the copy. The destination was last used by work that the copy waits for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -145,24 +145,25 @@ def lanes_for(device: torch.device) -> tuple[Lane, Lane]:
 
 
 D2H, H2D = "d2h", "h2d"
-NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # lanes of their own, between disk and host
+NVME_READ, NVME_WRITE = "nvme_read", "nvme_write"  # separate lanes, between disk and host
 
 
-# -- The host tier: where values wait between forward and backward, and the copies there and back --
+# -- The host tier: memory for values between forward and backward, and the copies to and from it --
 
 
 @dataclass
 class Moved:
-    """What has been copied in one direction."""
+    """Bytes copied in one direction."""
 
     calls: int = 0
     nbytes: int = 0
 
 
 class Copy:
-    """A copy under way: `tensor`, where it arrives, may be read only after `wait`.
+    """A copy in flight: `tensor`, its destination, may be read only after `wait`.
 
-    lane: D2H or H2D. event: what the lane waits for, None where the copy has ended already.
+    lane: D2H or H2D.
+    event: the event that the lane waits for, or None if the copy has already ended.
     """
 
     __slots__ = ("_source", "_tier", "event", "lane", "tensor")
@@ -175,11 +176,11 @@ class Copy:
         self._source: Tensor | None = source
 
     def wait(self) -> Tensor:
-        """Order what follows behind the copy, let go of its source, and return what arrived."""
+        """Order later compute after the copy, release its source, and return the destination."""
         tensor, source = self.tensor, self._source
-        assert tensor is not None and source is not None, "a copy was waited for before"
+        assert tensor is not None and source is not None, "the copy was already waited for"
         self._tier.finish(self, source)
-        # the schedule's name for this copy outlives it
+        # the schedule's variable for this copy outlives it
         self.tensor = self._source = None
         return tensor
 
@@ -187,9 +188,10 @@ class Copy:
 class HostTier:
     """The host memory of one model on one rank, and its two lanes of copies.
 
-    poison: fill what has left with NaN once its memory is given back, so that a read before its
-        reload cannot go unseen.
-    moved: lane -> what was copied on it so far. beside: what notes each, while one records.
+    poison: fill memory that is given back with NaN, so that a read before its reload does not go
+        unnoticed.
+    moved: lane -> the copies on it so far.
+    beside: the recorder of each transfer, while one records.
     """
 
     def __init__(
@@ -202,17 +204,17 @@ class HostTier:
         self._free: FreeBuffers[Place] = FreeBuffers()
         self._lent: dict[int, tuple[Place, weakref.ref]] = {}  # by address
         self._under_way: dict[Copy, None] = {}
-        self._lock = threading.RLock()  # updates in backward borrow from a thread of their own
+        self._lock = threading.RLock()  # updates in backward borrow from a separate thread
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places, lent or free."""
+        """The size of all places in bytes, borrowed or free."""
         with self._lock:
             return self._free.size + sum(p.nbytes for p, _ in self._lent.values())
 
     @property
     def num_lent(self) -> int:
-        """How many values wait on the host now."""
+        """The number of values currently on the host."""
         return len(self._lent)
 
     # -- what a schedule calls --------------------------------------------------------------
@@ -228,24 +230,24 @@ class HostTier:
     def borrow_within(
         self, nbytes: int, start: int, numel: int, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Return (host memory as bytes, `numel` elements of it from byte `start` on).
+        """Return (host memory as bytes, `numel` elements of it starting at byte `start`).
 
         The host may fill both at once. They are borrowed until the elements are dropped.
         """
         form = torch.empty(numel, dtype=dtype, device="meta")
         place = self._take(nbytes)
-        if place.event is not None:  # a copy from it to the device may be under way
+        if place.event is not None:  # a copy from it to the device may be in flight
             self._lane(H2D).settle(place.event)
         return place.memory[:nbytes], self._lend(place, form, dense_bytes(form), start)
 
     def borrow(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return host memory of the form of `like`, borrowed until the tensor is dropped."""
+        """Return host memory with the layout of `like`, borrowed until the tensor is dropped."""
         form = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
         nbytes = dense_bytes(form)
         return self._lend(self._take(nbytes), form, nbytes)
 
     def reload(self, host: Tensor) -> Copy:
-        """Launch the copy back to the device, into memory of its own."""
+        """Launch the copy back to the device, into newly allocated memory."""
         form = host.shape, host.stride()
         x = torch.empty_strided(*form, dtype=host.dtype, device=self.device)
         return self.move(x, host, H2D)
@@ -253,11 +255,11 @@ class HostTier:
     def move(
         self, out: Tensor, source: Tensor, lane: str, lent: Tensor | None = None, what: str = ""
     ) -> Copy:
-        """Launch a copy on a lane. A place that it reads or fills keeps it from its next user.
+        """Launch a copy on a lane. The copy delays the next user of a place that it reads or fills.
 
-        lent: what was borrowed of that place, where `out` or `source` is a part of it. Other host
-            memory is for the caller to keep from being used too early.
-        what: is moved, for a recording, where no call of the schedule says it.
+        lent: the tensor borrowed from that place, if `out` or `source` is a part of it. The caller
+            must protect other host memory from early reuse.
+        what: the name of the moved data, for a recording, if no call of the schedule names it.
         """
         host = (out if lane == D2H else source) if lent is None else lent
         place, _ = self._lent.get(host.data_ptr(), (None, None))
@@ -282,7 +284,7 @@ class HostTier:
     def request(
         self, lane: str, what: str, nbytes: int, submit: Callable[[], Request]
     ) -> Callable[[], Request]:
-        """Count a request to the disk; return what submits it, which a recording notes."""
+        """Count a request to the disk; return the function that submits it and is recorded."""
         self.count(lane, nbytes)
         if (beside := self.beside) is None:
             return submit
@@ -296,36 +298,36 @@ class HostTier:
         return submitted
 
     def count(self, lane: str, nbytes: int) -> None:
-        """Note what was moved on a lane."""
+        """Count bytes moved on a lane."""
         with self._lock:
             self.moved[lane].calls += 1
             self.moved[lane].nbytes += nbytes
 
     def join(self, lane: str, event: Any) -> None:
-        """Let the compute launched from now on wait for a copy; None: for none."""
+        """Make compute launched from now on wait for a copy; None means no copy."""
         if event is not None:
             self._lane(lane).join(event)
 
     def settle(self, copy: Copy) -> None:
-        """Let the host itself wait for the end of a copy, what it is about to touch."""
+        """Make the host wait for the end of a copy whose memory it is about to touch."""
         self._lane(copy.lane).settle(copy.event)
 
     def settle_place(self, tensor: Tensor) -> None:
-        """Let the host wait for the last copy of a lent place, which it is about to overwrite."""
+        """Make the host wait for the last copy of a borrowed place, before overwriting it."""
         place, _ = self._lent[tensor.data_ptr()]
         if place.event is not None:
             self._lane(H2D).settle(place.event)
 
     def last_copy(self, tensor: Tensor) -> Callable[[], None] | None:
-        """Return what lets its thread wait for the last copy of a lent place.
+        """Return a function that waits on its thread for the last copy of a borrowed place.
 
-        None where that has ended, or none was made.
+        Returns None if that copy has ended, or if there was none.
         """
         event = self._lent[tensor.data_ptr()][0].event
         return None if event is None else partial(self._lane(H2D).settle, event)
 
     def finish(self, copy: Copy, source: Tensor) -> None:
-        """Order the compute behind a copy; what has left is given back by who drops it last."""
+        """Order the compute after a copy; its source is freed with its last reference."""
         del self._under_way[copy]
         self._lane(copy.lane).join(copy.event)
         if copy.lane == D2H and self.poison and source.is_floating_point():
@@ -333,7 +335,7 @@ class HostTier:
                 source.fill_(float("nan"))
 
     def drain(self) -> None:
-        """Order the compute behind all copies under way and let go of them, after an exception."""
+        """Order the compute after all copies in flight and drop them, after an exception."""
         for copy in list(self._under_way):
             copy.wait()
 
@@ -344,13 +346,13 @@ class HostTier:
         return self._lanes[lane == H2D]
 
     def _take(self, nbytes: int) -> Place:
-        """Return a free place that fits, else a new one."""
+        """Return a free place that fits, or else a new one."""
         with self._lock:
             free, _ = self._free.take(nbytes)
         return Place(nbytes, self.device) if free is None else free
 
     def _lend(self, place: Place, like: Tensor, nbytes: int, start: int = 0) -> Tensor:
-        """Return a tensor of the form of `like`; the place is free again once it is dropped."""
+        """Return a tensor with the layout of `like`; the place is free again once it is dropped."""
         flat = place.memory[start : start + nbytes].view(like.dtype)
         tensor = flat.as_strided(like.shape, like.stride())
         places = self._lock, self._lent, self._free
@@ -368,6 +370,6 @@ def _give_back(places: tuple[Any, dict[int, Any], FreeBuffers[Place]], at: int, 
 
 
 def dense_bytes(x: Tensor) -> int:
-    """Return the bytes from a tensor's first element to its last."""
+    """Return the number of bytes from a tensor's first element to its last."""
     last = sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
     return (last + 1) * x.element_size()

@@ -1,4 +1,4 @@
-"""Updates of parameters on the host, beside the compute: one thread, in the order of launches."""
+"""Updates of parameters on the host, next to the compute: one thread, in launch order."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ log = logging.getLogger("zerofx")
 
 
 class HostUpdates:
-    """Runs updates on a thread of its own, so that the schedule goes on meanwhile.
+    """Runs updates on a thread of its own, while the schedule continues.
 
-    One thread: the order in which an optimizer's states and step counts change is that of the
-    schedule, and torch's fused kernels use as many threads as they are allowed anyway.
+    There is one thread, so that an optimizer's states and step counts change in the order of the
+    schedule. torch's fused kernels use as many threads as they are allowed anyway.
 
-    beside: what notes each, while one records.
+    beside: the recorder of each update, while one records.
     """
 
     def __init__(self) -> None:
@@ -29,11 +29,12 @@ class HostUpdates:
         self.beside: Beside | None = None
 
     def launch(self, bucket: int, update: Callable[[], None], at_most: int | None = None) -> None:
-        """Run an update behind those launched before. What it raises, `join` raises.
+        """Run an update after those launched before. `join` raises any exception from it.
 
-        at_most: how many may be unfinished with it, since each holds memory; waits for the others.
+        at_most: the maximum number of unfinished updates including this one, since each holds
+            memory; waits for the others if necessary.
         """
-        assert bucket not in self._launched, f"bucket {bucket} is updated twice at a time"
+        assert bucket not in self._launched, f"bucket {bucket} has two updates in flight"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerofx-update")
             weakref.finalize(self, self._thread.shutdown, wait=False)
@@ -55,21 +56,21 @@ class HostUpdates:
         return run
 
     def settle(self) -> None:
-        """Wait for all that was launched, well or not; `join` tells."""
+        """Wait for all launched updates, whether they succeed or fail; `join` reports failures."""
         wait(list(self._launched.values()))
 
     @property
     def is_idle(self) -> bool:
-        """Whether every update that was launched has been waited for."""
+        """Whether every launched update has been waited for."""
         return not self._launched
 
     def join(self, bucket: int | None = None) -> None:
-        """Wait for a bucket's update, or for all that was launched; raise the first failure."""
+        """Wait for a bucket's update, or for all launched ones; raise the first failure."""
         if failures := self._failures(bucket):
             raise failures[0]
 
     def drain(self) -> None:
-        """Wait for all that was launched, behind an exception which is the one to see."""
+        """Wait for all launched updates after an exception, which takes precedence over theirs."""
         for error in self._failures():
             log.error("an update on the host failed as well: %s", error)
 
@@ -84,5 +85,5 @@ class HostUpdates:
 
 
 def _run(update: Callable[[], None]) -> None:
-    with torch.inference_mode(False), torch.no_grad():  # both are a thread's own
+    with torch.inference_mode(False), torch.no_grad():  # both modes are per thread
         update()

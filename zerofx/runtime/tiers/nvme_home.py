@@ -1,4 +1,4 @@
-"""What lives on NVMe of one model on one rank: a file a kind, and the ways in and out of them."""
+"""Shards on NVMe of one model on one rank: one file per kind, and transfers to and from them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ PARAMETERS, GRADIENTS = "parameters", "gradients"
 
 
 class NvmeHome:
-    """Files with one place a bucket: parameters, gradients, and each kind of optimizer state.
+    """Files with one place per bucket: parameters, gradients, and each kind of optimizer state.
 
-    The tiles of a parameter share one, under the first of their buckets. A place is seen through a
-    tensor that is the file's own memory (`place`), and moved through buffers on the host (`read`,
-    `write`), by the schedule and by the thread of its updates.
+    The tiles of a parameter share one place, under the first of their buckets. A place can be
+    accessed as a tensor that maps the file's memory (`place`), or moved through buffers on the host
+    (`read`, `write`), both by the schedule and by its update thread.
 
-    names: what errors call each place. parts: bucket -> (its place's, start, stop, bytes of all).
-    on_update: who is told of each place of parameters, with its values, before they leave.
+    names: the name of each place in errors.
+    parts: bucket -> (the place's bucket, start, stop, bytes of the whole place).
+    on_update: called with each place of parameters and its values before they are written.
     """
 
     def __init__(
@@ -44,15 +45,15 @@ class NvmeHome:
         self._folder, self._rank, self._host, self._names = folder, rank, host, names
         self._parts = parts
         self._writes_of_others, self._seen = writes, -1
-        self._stores: dict[tuple[str, int], NvmeStore] = {}  # of a kind and bucket
+        self._stores: dict[tuple[str, int], NvmeStore] = {}  # by kind and bucket
         self._places: dict[tuple[str, int], Mapped] = {}
         self._writes: list[Request] = []
-        self._early: dict[tuple[str, int], Arrival] = {}  # reads launched before they are taken
+        self._early: dict[tuple[str, int], Arrival] = {}  # reads launched before they are needed
         self._lock = threading.RLock()
         self.on_update: Callable[[], Callable[[int, Tensor], None] | None] | None = None
 
     def reserve(self, kind: str, sizes: Mapping[int, int]) -> None:
-        """Make a file of a kind, with room in bytes for each bucket.
+        """Create a file of a kind, with room in bytes for each bucket.
 
         Raises:
             NvmeError: the folder cannot be used, or has too little space.
@@ -63,20 +64,20 @@ class NvmeHome:
             self._stores |= {(kind, index): store for index in sizes}
 
     def need_space(self, nbytes: int, what: str) -> None:
-        """Check that the folder has room for all that is going to lie there.
+        """Check that the folder has space for all data that will be stored there.
 
         Raises:
-            NvmeError: it cannot be used, or has too little space; both numbers are said.
+            NvmeError: it cannot be used, or has too little space; the message has both numbers.
         """
         prepare(self._folder, nbytes, what)
 
     def has(self, kind: str, bucket: int) -> bool:
-        """Say whether a file of this kind has room for a bucket."""
+        """Return whether a file of this kind has room for a bucket."""
         return (kind, bucket) in self._stores
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(store.nbytes for store in self._files)
 
     @property
@@ -84,7 +85,7 @@ class NvmeHome:
         return list(dict.fromkeys(self._stores.values()))
 
     def close(self) -> None:
-        """Remove the files, where a model could not be made."""
+        """Remove the files, if a model could not be created."""
         for store in self._files:
             store.close()
 
@@ -98,31 +99,31 @@ class NvmeHome:
 
     @property
     def beside(self) -> Beside | None:
-        """What notes the ways in and out, while one records."""
+        """The recorder of transfers, while one records."""
         return self._host.beside
 
-    # -- ways in and out --------------------------------------------------------------------
+    # -- transfers --------------------------------------------------------------------------
     def read(self, kind: str, bucket: int, dtype: torch.dtype) -> Arrival:
-        """Launch the read of a bucket's place into a buffer on the host; zeros if never written."""
+        """Launch the read of a bucket's place into a host buffer; zeros if never written."""
         nbytes = self._places[kind, bucket].memory.numel()
         return self._read(kind, bucket, dtype, 0, nbytes, nbytes)
 
     def read_shard(self, bucket: int, dtype: torch.dtype) -> Arrival:
-        """Launch the read of a bucket's shard, which is all of its place or one tile of that."""
+        """Launch the read of a bucket's shard, which is its whole place or one tile of it."""
         place, *stretch = self._parts[bucket]
         return self._read(PARAMETERS, place, dtype, *stretch)
 
     def _read(
         self, kind: str, place: int, dtype: torch.dtype, start: int, stop: int, nbytes: int
     ) -> Arrival:
-        """Launch the read of bytes start:stop of a place of `nbytes`, and what is around them."""
+        """Launch the read of bytes start:stop of a place of `nbytes`, in whole checksum blocks."""
         first, last = covering(start, stop, nbytes)
         numel = (stop - start) // dtype.itemsize
         with self._lock:
             mapped = self._places[kind, place]
             self._settle_parameters()
             if not mapped.is_settled:
-                self.join()  # what is under way has checksums of its own
+                self.join()  # requests in flight have checksums of their own
                 mapped.settle()
             room, out = self._host.borrow_within(last - first, start - first, numel, dtype)
             if not mapped.is_written:
@@ -133,9 +134,10 @@ class NvmeHome:
         return Arrival(out, request)
 
     def _settle_parameters(self) -> None:
-        """Take in what was written through the places of parameters, not all of which torch counts.
+        """Account for writes through the places of parameters, not all of which torch counts.
 
-        Those not written lately keep their checksums only if nothing was written at all.
+        Places that were not written recently keep their checksums only if nothing was written at
+        all.
         """
         if (writes := self._writes_of_others()) == self._seen:
             return
@@ -146,9 +148,9 @@ class NvmeHome:
                 mapped.settle()
 
     def fetch(self, view: Tensor) -> Tensor:
-        """Return what a tensor that lies in a place holds: read directly, compared, on the host.
+        """Return the values of a tensor in a place: read directly, verified, in host memory.
 
-        What lies in no place is returned as it is.
+        A tensor that is in no place is returned unchanged.
 
         Raises:
             NvmeError: it cannot be read, or is damaged; names file, offset and bucket.
@@ -159,19 +161,19 @@ class NvmeHome:
         (kind, bucket), start = found
         nbytes = self._places[kind, bucket].memory.numel()
         arrival = self._read(kind, bucket, view.dtype, start, start + view.nbytes, nbytes)
-        # memory of its own, since places are lent to their tensor alone; and mapped, since the
-        # allocator's heap would not shrink again
+        # Use separate memory, since a place belongs to its own tensor only. It is mapped, since the
+        # allocator's heap would not shrink again.
         out, _ = host_memory(view.nbytes, view.device)
         return out.view(view.dtype).copy_(arrival.wait()).view(view.shape)
 
     def release(self, view: Tensor) -> None:
-        """Give back the memory that looking at a tensor has taken, if it lies in a place."""
+        """Give back the memory taken by reading a tensor, if it is in a place."""
         found = self._place_of(view)
         if found is not None:
             self._places[found[0]].rest()
 
     def _place_of(self, view: Tensor) -> tuple[tuple[str, int], int] | None:
-        """Return in which place, and at which of its bytes, a tensor begins."""
+        """Return the place in which a tensor begins, and its byte offset there."""
         if not view.numel() or view.device.type != "cpu":
             return None
         at = view.data_ptr()
@@ -183,9 +185,9 @@ class NvmeHome:
         return None
 
     def prefetch(self, bucket: int, dtype: torch.dtype) -> None:
-        """Launch the reads that a bucket's update will take: its parameters and its states.
+        """Launch the reads for a bucket's update: its parameters and its states.
 
-        Nothing while those of another bucket have not been taken, since each holds host memory.
+        Does nothing while another bucket's reads have not been taken, since each holds host memory.
         """
         with self._lock:
             if self._early:
@@ -205,7 +207,7 @@ class NvmeHome:
             return self.read(kind, bucket, dtype)
 
     def drop_early(self, bucket: int | None = None) -> None:
-        """Let go of early reads that an update did not take: of a bucket, or all."""
+        """Drop early reads that an update did not take: of one bucket, or all."""
         with self._lock:
             for key in [k for k in self._early if bucket in (None, k[1])]:
                 self._early.pop(key).drop()
@@ -221,7 +223,7 @@ class NvmeHome:
             self._writes.append(request)
 
     def join(self, leave: int = 0) -> None:
-        """Wait for the writes under way but the last `leave`, so that their buffers are free.
+        """Wait for the writes in flight except the last `leave`, so that their buffers are free.
 
         Raises:
             NvmeError: a write failed; names file, offset and bucket.
@@ -230,24 +232,24 @@ class NvmeHome:
             try:
                 request.wait()
             finally:
-                with self._lock:  # another thread may have waited for it as well
+                with self._lock:  # another thread may have waited for it too
                     self._writes = [r for r in self._writes if r is not request]
 
     def _oldest_write(self, leave: int) -> Request | None:
-        """Return the oldest write under way, where there are more than `leave`."""
+        """Return the oldest write in flight, if there are more than `leave`."""
         with self._lock:
             return self._writes[0] if len(self._writes) > leave else None
 
     def drain(self) -> None:
-        """Wait for all that is under way, behind an exception which is the one to see."""
+        """Wait for all requests in flight after an exception, which takes precedence."""
         self.drop_early()
         with self._lock:
             writes, self._writes = self._writes, []
         for request in writes:
-            request.join()  # where it failed, the place has no checksum: who reads it is told
+            request.join()  # if it failed, the place has no checksum, and its reader is told
 
     def rest(self) -> None:
-        """Give back the memory in which pages of the files lie."""
+        """Give back the memory that holds pages of the files."""
         with self._lock:
             for mapped in self._places.values():
                 mapped.rest()

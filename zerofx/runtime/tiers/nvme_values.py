@@ -1,4 +1,4 @@
-"""Values that wait on NVMe between forward and backward, and the ways there and back."""
+"""Values on NVMe between forward and backward, and the transfers to and from it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Place:
 
 
 class Stored:
-    """A value on NVMe; its place is another's once this is dropped."""
+    """A value on NVMe; its place becomes free once this object is dropped."""
 
     __slots__ = ("__weakref__", "form", "name", "place")
 
@@ -42,7 +42,7 @@ class Stored:
 
 
 class Spill:
-    """A write or a read under way: what it delivers may be used only after `wait`."""
+    """A write or a read in flight: its result may be used only after `wait`."""
 
     __slots__ = ("_begun", "_host", "_stored", "_values", "is_write")
 
@@ -60,35 +60,35 @@ class Spill:
 
     @property
     def form(self) -> Tensor:
-        """The form of the value, without any."""
-        assert self._stored is not None, "a way to or from NVMe was waited for before"
+        """A tensor with the value's layout but no data."""
+        assert self._stored is not None, "the transfer was already waited for"
         return self._stored.form
 
     @property
     def tensor(self) -> Tensor | None:
-        """Where a read arrives."""
+        """The destination of a read."""
         return None if self.is_write else self._host
 
     def wait(self) -> Tensor | Stored:
-        """Return what stands for the value where it has come, once it has; the host waits."""
+        """Wait on the host for the transfer; return the reloaded tensor or the stored value."""
         stored, host = self._stored, self._host
-        assert stored is not None and host is not None, "a way to NVMe was waited for before"
-        # the schedule's name for this outlives it
+        assert stored is not None and host is not None, "the transfer was already waited for"
+        # the schedule's variable outlives this
         self._stored = self._host = None
         self._values.finish(self, host)
         self._begun = _over
         return stored if self.is_write else host
 
     def join(self) -> None:
-        """Wait for its end, well or not.
+        """Wait for the end of the transfer, whether it succeeds or fails.
 
         Raises:
-            Exception: it could not even begin.
+            Exception: it could not even start.
         """
         self._begun().join()
 
     def end(self) -> None:
-        """Wait for its end.
+        """Wait for the end of the transfer.
 
         Raises:
             NvmeError: it failed; names file, offset and value.
@@ -97,46 +97,48 @@ class Spill:
 
 
 class NvmeValues:
-    """The values of one model's calls on one rank that wait in files, each in a place of its own.
+    """The values of one model's calls on one rank that are in files, each in its own place.
 
-    A place belongs to one call's value for as long as that call holds it, and then to another of
-    the same size. The places of one call are made with its program, those of further live calls
-    when they are first needed, each set in a file of its own.
+    A place belongs to one call's value for as long as that call holds it, and is then reused for
+    another value of the same size. The places of one call are created with its program. Those of
+    further live calls are created on first need, each set in a file of its own.
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None, rank: int, host: HostTier) -> None:
         self._folder, self._rank, self._host = folder, rank, host
-        self._sets: list[Mapping[str, int]] = []  # what one call of each program needs, by name
+        # The places that one call of each program needs, by name.
+        self._sets: list[Mapping[str, int]] = []
         self._files: list[NvmeStore] = []
-        self._free: dict[int, list[_Place]] = {}  # by bytes
-        self._num_made: Counter[int] = Counter()  # places, by bytes
+        self._free: dict[int, list[_Place]] = {}  # by size in bytes
+        self._num_made: Counter[int] = Counter()  # number of places, by size in bytes
         self._under_way: dict[Spill, None] = {}
         self._thread: ThreadPoolExecutor | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(store.nbytes for store in self._files)
 
     @property
     def num_lent(self) -> int:
-        """How many values wait on NVMe now."""
+        """The number of values currently on NVMe."""
         return sum(self._num_made.values()) - sum(map(len, self._free.values()))
 
     def reserve(self, sizes: Mapping[str, int], whose: str) -> None:
-        """Make room for one call of a program: bytes by the name of each value.
+        """Reserve space for one call of a program: sizes in bytes, by the name of each value.
 
         Raises:
-            NvmeError: the folder cannot be used, or has too little space; both numbers are said.
+            NvmeError: the folder cannot be used, or has too little space; the message has both
+                numbers.
         """
         if sizes:
             self._sets.append(sizes)
             self._make(self._missing(sizes), whose)
 
     def forget(self, sizes: Mapping[str, int]) -> None:
-        """Give up what was reserved for one call of a program, with files that no other needs.
+        """Release the reservation for one call of a program, and files that no other needs.
 
-        A file stays as long as a value waits in it, or a call of another program may need a place.
+        A file stays as long as a value is in it, or a call of another program may need a place.
         """
         if not sizes:
             return
@@ -160,7 +162,7 @@ class NvmeValues:
                 store.close()
 
     def _missing(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return what finds no place, if all places there are were free."""
+        """Return the values without a place, assuming that all existing places were free."""
         left, missing = self._num_made.copy(), {}
         for name, nbytes in sizes.items():
             if left[nbytes]:
@@ -172,11 +174,12 @@ class NvmeValues:
     def _make(self, sizes: Mapping[str, int], whose: str) -> None:
         if not sizes:
             return
-        if self._folder is None:  # an adopted program's: the model's own plan was checked for it
+        # For an adopted program: the model's own plan was checked for its folder.
+        if self._folder is None:
             raise NvmeError(
-                f"activations of {whose} wait on NVMe in this program, but the model was compiled "
-                "without a folder there; compile it with Plan(offload={'activations': 'nvme', "
-                "'path': ...})"
+                f"activations of {whose} are stored on NVMe in this program, but the model was "
+                "compiled without a folder there. Compile it with Plan(offload={'activations': "
+                "'nvme', 'path': ...})."
             )
         needed = sum(map(up, sizes.values()))
         what = f"{len(sizes)} activations of {whose} on rank {self._rank}"
@@ -188,7 +191,7 @@ class NvmeValues:
             self._free.setdefault(nbytes, []).append(_Place(store, name))
 
     def _take(self, nbytes: int, name: str) -> _Place:
-        """Return a free place; where there is none, another call is live, and gets its own."""
+        """Return a free place; if there is none, another call is live, and gets its own set."""
         if not self._free.get(nbytes):
             known = (s for s in reversed(self._sets) if nbytes in s.values())
             self._make(next(known, {name: nbytes}), "one more live call")
@@ -196,9 +199,9 @@ class NvmeValues:
 
     # -- what a schedule calls --------------------------------------------------------------
     def write_out(self, host: Tensor, name: str) -> Spill:
-        """Launch the write of a value that has been copied to the host, or is on its way there.
+        """Launch the write of a value that was copied to the host, or is still in flight to it.
 
-        name: whose activation it is, for errors.
+        name: the activation's name, for errors.
         """
         nbytes = dense_bytes(host)
         place = self._take(nbytes, name)
@@ -210,7 +213,7 @@ class NvmeValues:
         return self._begin(stored, host, self._host.request(NVME_WRITE, "", nbytes, write))
 
     def read_back(self, stored: Stored) -> Spill:
-        """Launch the read of a value into memory of the host."""
+        """Launch the read of a value into host memory."""
         form, place, name = stored.form, stored.place, stored.name
         host = self._host.borrow(form, form.dtype)
         flat = _flat(host)
@@ -221,10 +224,11 @@ class NvmeValues:
     def _begin(
         self, stored: Stored, host: Tensor, submit: Callable[[], Request], is_write: bool = True
     ) -> Spill:
-        """Submit a request, behind the last copy of its place on the host.
+        """Submit a request after the last copy of its place on the host.
 
-        Where that copy is a device's, a thread waits for it, so that the host goes on launching.
-        The thread takes one after another: what is done to a place keeps its order.
+        If that copy involves a device, a thread waits for it, so that the host can continue
+        launching. The thread handles requests in order, so that operations on a place keep their
+        order.
         """
         settled = self._host.last_copy(host)
         if settled is None:
@@ -241,7 +245,7 @@ class NvmeValues:
         return spill
 
     def finish(self, spill: Spill, host: Tensor) -> None:
-        """Wait for the end of a write or a read; what was written is gone from the host."""
+        """Wait for the end of a write or a read; a written value is no longer on the host."""
         del self._under_way[spill]
         spill.end()
         if spill.is_write and self._host.poison:
@@ -249,17 +253,17 @@ class NvmeValues:
                 _flat(host).view(torch.uint8).fill_(0xFF)  # NaN in every floating-point format
 
     def drain(self) -> None:
-        """Let what is under way end, behind an exception which is the one to see."""
+        """Wait for transfers in flight after an exception, which takes precedence over theirs."""
         while self._under_way:
             spill, _ = self._under_way.popitem()
             try:
                 spill.join()
-            except Exception as error:  # noqa: BLE001  (a copy that its device has lost)
-                log.error("a way to or from NVMe failed as well: %s", error)
+            except Exception as error:  # noqa: BLE001  (a copy lost by its device)
+                log.error("a transfer to or from NVMe failed as well: %s", error)
 
 
 def _over() -> Request:
-    raise AssertionError("a way to or from NVMe was waited for before")
+    raise AssertionError("the transfer was already waited for")
 
 
 def _behind(settled: Callable[[], None], submit: Callable[[], Request]) -> Request:

@@ -1,8 +1,8 @@
-"""Reductions by rows: of a table's gradient only the rows that a rank has looked up travel.
+"""Reduction by rows: only the rows of a table's gradient that a rank has looked up are sent.
 
-Ranks tell each other how many rows they have, then send all of them to all. Each sums the rows of
-its slice in rank order and scales once, as `comm.collectives` does for whole buffers, so that the
-result has the values of a dense reduction.
+Ranks tell each other how many rows they have, then every rank sends its rows to all others. Each
+rank sums the rows of its slice in rank order and scales once, as `comm.collectives` does for whole
+buffers, so that the result has the values of a dense reduction.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from zerofx.policy import reduction
 
 @dataclass(slots=True)
 class RowsWork(Work):
-    """Rows of one table on their way to all ranks.
+    """Rows of one table in flight to all ranks.
 
-    out: this rank's slice of the sum, flat. first: the slice's place in the table, in elements.
-    numbers [ranks, rows], rows [ranks, rows, width]: what arrives; -1 numbers no row.
+    out: this rank's slice of the sum, flat.
+    first: the slice's offset in the table, in elements.
+    numbers [ranks, rows], rows [ranks, rows, width]: the received data; row number -1 is padding.
     """
 
     works: Sequence[Work]
@@ -49,8 +50,9 @@ def launch_rows(
 ) -> Work | None:  # fmt: skip
     """Launch the reduction of a table by rows; return None if a dense one sends less.
 
-    packed: the gradients of the bucket, whose one parameter is the table. indices: of all rows that
-    may be other than zero. `out` may be memory of `packed`.
+    packed: the gradients of the bucket, whose single parameter is the table.
+    indices: the indices of all rows that may be nonzero.
+    out: receives the result; it may share memory with `packed`.
     """
     height, width = bucket.params[0].shape
     mine = torch.cat([each.reshape(-1) for each in indices]).unique()
@@ -74,7 +76,7 @@ def launch_rows(
 def sum_rows(out: Tensor, first: int, numbers: Tensor, rows: Tensor, scale: float) -> None:
     """Set `out` to scale * the sum of the rows of all ranks, in rank order, and zeros elsewhere.
 
-    A slice may begin or end within a row. So rows are cut into pieces that no boundary divides.
+    A slice may begin or end within a row, so rows are cut into pieces that no boundary divides.
     """
     ranks, _, width = rows.shape
     piece = math.gcd(width, out.numel(), first)
@@ -85,7 +87,7 @@ def sum_rows(out: Tensor, first: int, numbers: Tensor, rows: Tensor, scale: floa
     places = places.where(is_here, 0)
     pieces = rows.view(ranks, -1, piece).masked_fill(~is_here[:, :, None], 0)
     out.zero_()
-    for at, added in zip(places, pieces, strict=True):  # a rank has each row once
+    for at, added in zip(places, pieces, strict=True):  # each rank has a row at most once
         slice_.index_add_(0, at, added)
     if scale != 1.0:
         out.mul_(scale)
