@@ -236,7 +236,7 @@ class Cutting:
     """The assignment of a graph's values to stages, and the values that cross between them.
 
     stage: the stage of each node that exactly one stage computes. anywhere: the nodes that every
-    stage computes if it reads them.
+        stage computes if it reads them.
     again: backward nodes that follow from forward values alone (a gather that is repeated); every
     stage that reads such a node computes it, from values that it has or receives.
     lies: for a parameter or a view of one, the positions that hold it.

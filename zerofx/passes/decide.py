@@ -34,8 +34,8 @@ class Choices:
     """The decisions that a memory budget makes before the passes run.
 
     activations: the policy passed to `split`. prefetch: the distance in units. spend_bytes: the
-    peak up to which buckets may stay gathered, or None to keep none of them. decisions: the
-    reasons.
+        peak up to which buckets may stay gathered, or None to keep none of them. decisions: the
+        reasons.
     """
 
     activations: Policy

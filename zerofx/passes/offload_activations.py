@@ -31,7 +31,7 @@ class OffloadActivations(Pass):
     units before its value is read.
 
     activations: the plan's policy. Units whose pattern says "offload" leave, except storages
-    smaller than `least_bytes`.
+        smaller than `least_bytes`.
     everything: also offload all saved values that no pattern mentions, except those that
         backward would reload before it has computed anything, since their round trip would only
         cost time.

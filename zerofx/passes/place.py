@@ -161,9 +161,9 @@ class Placing:
     """Builder of one rank's graph from the whole graph, node by node.
 
     new: node of the whole graph -> node of one rank's graph. lies: its placement. made: existing
-    conversions.
+        conversions.
     sent: the conversions that communicate, by name. whole: calls on sharded values that no way
-    fits. They run on whole values, and are listed with their source lines.
+        fits. They run on whole values, and are listed with their source lines.
     """
 
     program: Planned

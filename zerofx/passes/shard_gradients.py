@@ -30,8 +30,8 @@ class ShardGradients(Pass):
     The declared scale is 1 / world size: gradients are the mean over ranks.
 
     by_rows: if a bucket consists of one table that is only used by lookups, its reduction also
-    receives the indices of the rows that have gradients. The number of distinct rows is known at
-    launch. All ranks then choose the cheaper transfer: these rows or the whole table.
+        receives the indices of the rows that have gradients. The number of distinct rows is known
+        at launch. All ranks then choose the cheaper transfer: these rows or the whole table.
     """
 
     name: ClassVar[str] = "shard-gradients"

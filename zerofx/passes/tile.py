@@ -398,9 +398,9 @@ class TiledWeight:
     """A weight's placeholder, the placeholders of its tiles, and its gradient.
 
     ops: every node that reads the weight or a form of it, and the products that compute its
-    gradient.
+        gradient.
     forms: the weight itself, its transposes and casts. inner: the nodes that combine the products
-    into the gradient.
+        into the gradient.
     """
 
     def __init__(self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None) -> None:
