@@ -103,7 +103,7 @@ def _is_item_of_kernel(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node, region: int) -> bool:
-    """Return True if a node stays in the region before it although its unit differs.
+    """Return whether a node stays in the region before it although its unit differs.
 
     Views and getitems stay with their source, and the sum of two gradients stays with the unit that
     produced the second one. Otherwise layers with and without such a node would be cut differently.

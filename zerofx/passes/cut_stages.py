@@ -365,7 +365,7 @@ class Cutting:
         return node in self.stage and node not in self.forward
 
     def _can_have(self, position: int, node: fx.Node) -> bool:
-        """Return True if a stage has a forward value, or can receive it during forward."""
+        """Return whether a stage has a forward value, or can receive it during forward."""
         if node in self.lies:
             return position in self.lies[node]
         return self.stage[node] <= position

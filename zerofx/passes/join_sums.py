@@ -58,7 +58,7 @@ class JoinSums(Pass):
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Return True if a gradient is a sum over the tensor axis that has exactly one reader."""
+    """Return whether a gradient is a sum over the tensor axis that has exactly one reader."""
     if kind_of(node) is not Kind.WAIT or len(node.users) != 1:
         return False
     return node.all_input_nodes[0].target is ops.reduce_values

@@ -147,7 +147,7 @@ def _keep(program: Planned, forward: fx.Node, backward: fx.Node) -> int:
 
 
 def _delivers_whole(launch: fx.Node) -> bool:
-    """Return True if a launch delivers a whole bucket: a gather, or the sole owner's reload."""
+    """Return whether a launch delivers a whole bucket: a gather, or the sole owner's reload."""
     spec = spec_of(launch)
     if spec is None or spec.stays:
         return False

@@ -143,12 +143,12 @@ PLACE: list[Make] = [
 
 
 def _spills(setting: Setting) -> bool:
-    """Return True if offloaded activations go on to NVMe, so that the host holds few of them."""
+    """Return whether offloaded activations go on to NVMe, so that the host holds few of them."""
     return setting.plan.offload.activations == "nvme"
 
 
 def _lives_away(setting: Setting) -> bool:
-    """Return True if parameters or optimizer states are kept off the device."""
+    """Return whether parameters or optimizer states are kept off the device."""
     offload = setting.plan.offload
     return {offload.parameters, offload.optimizer} != {"none"}
 

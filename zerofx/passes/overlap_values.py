@@ -110,14 +110,14 @@ def _is_boundary(node: fx.Node) -> bool:
 
 
 def _may_move(node: fx.Node, past: fx.Node) -> bool:
-    """Return True if a node may pass another: draws keep their order, units stay together."""
+    """Return whether a node may pass another: draws keep their order, units stay together."""
     where = info(node)
     is_same = (where.unit, where.phase) == (info(past).unit, info(past).phase)
     return is_same and not where.is_random and not node.is_impure()
 
 
 def _is_of_parameter(launch: fx.Node) -> bool:
-    """Return True if a launch sends a parameter, whose memory is released after its readers."""
+    """Return whether a launch sends a parameter, whose memory is released after its readers."""
     return any(info(_root(given)).role is Role.PARAM for given in launch.all_input_nodes)
 
 

@@ -210,7 +210,7 @@ def _begun(program: Program, setting: Setting) -> Planned:
 
 
 def _has_budget(program: Planned) -> bool:
-    """Return True if a program must meet a budget: a training program whose plan sets one."""
+    """Return whether a program must meet a budget: a training program whose plan sets one."""
     return program.plan.memory_budget is not None and JOINT in program.graphs
 
 

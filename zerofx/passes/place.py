@@ -356,7 +356,7 @@ class Placing:
         return Cut(1) if fits(whole.shape, Cut(1), self.ranks) else None
 
     def _is_narrowed(self, node: fx.Node) -> bool:
-        """Return True if all readers of a partial sum reduce it to something smaller.
+        """Return whether all readers of a partial sum reduce it to something smaller.
 
         Then less is sent if products with whole values are applied to the summands. For example,
         experts' outputs are weighted and summed per token before the ranks' summands are added.
@@ -427,7 +427,7 @@ class Placing:
         return made
 
     def _is_of_a_sum(self, node: fx.Node, to: Placement) -> bool:
-        """Return True if a node views or negates a partial sum that other nodes read too."""
+        """Return whether a node views or negates a partial sum that other nodes read too."""
         if to != R or self.lies[node] != P or node.target not in {_aten.neg.default, *_VIEWS}:
             return False
         source: Any = node.args[0]

@@ -154,7 +154,7 @@ def args(node: fx.Node) -> Any:
 
 
 def is_flip(node: fx.Node) -> bool:
-    """Return True if a node transposes a matrix."""
+    """Return whether a node transposes a matrix."""
     if node.target is aten.t.default:
         return True
     if node.target is aten.permute.default:
@@ -563,7 +563,7 @@ def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[Tile
 
 
 def _is_same(node: fx.Node) -> bool:
-    """Return True if a node returns its input element by element, possibly in another format."""
+    """Return whether a node returns its input element by element, possibly in another format."""
     return node.target in (aten.detach.default, aten.alias.default, aten._to_copy.default)
 
 

@@ -47,7 +47,7 @@ def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> di
 
 
 def gains(param: ParamInfo, plan: Plan, shard_size: int) -> bool:
-    """Return True if tiling a parameter lowers device memory: its tiles come and go one by one.
+    """Return whether tiling a parameter lowers device memory: its tiles come and go one by one.
 
     This is the case at stage 3 if the rest of the parameter is on other ranks, or all of it is off
     the device. Otherwise the gathered parameter is resident, or the shard itself is: on one rank,
@@ -58,7 +58,7 @@ def gains(param: ParamInfo, plan: Plan, shard_size: int) -> bool:
 
 
 def _is_away(param: ParamInfo, plan: Plan) -> bool:
-    """Return True if gathers read a parameter from off the device, where it has no device copy."""
+    """Return whether gathers read a parameter from off the device, where it has no device copy."""
     offload = plan.offload
     return offload.parameters != "none" and not (
         param.requires_grad and offload.optimizer == "none"

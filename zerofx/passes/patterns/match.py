@@ -47,7 +47,7 @@ class Match:
     inside: frozenset[fx.Node]
 
     def is_closed(self) -> bool:
-        """Return True if only the replaced results are read from outside the match."""
+        """Return whether only the replaced results are read from outside the match."""
         replaced = {n for c in self.calls for n in c.results.values()}
         return all(u in self.inside for n in self.inside - replaced for u in n.users)
 

@@ -73,12 +73,12 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def is_widening(node: fx.Node) -> bool:
-    """Return True if a node is a cast to fp32 and nothing else."""
+    """Return whether a node is a cast to fp32 and nothing else."""
     return is_call(node, aten._to_copy.default) and node.kwargs.get("dtype") is torch.float32
 
 
 def plain_sum(node: fx.Node | None) -> bool:
-    """Return True if a node adds two tensors of equal shape and dtype, unscaled."""
+    """Return whether a node adds two tensors of equal shape and dtype, unscaled."""
     if node is None or not is_call(node, aten.add.Tensor) or node.kwargs:
         return False
     summands = [a for a in node.args if isinstance(a, fx.Node)]
