@@ -85,7 +85,7 @@ def read_directory(directory: Path) -> Emitted:
             "may differ", directory, facts["torch"], torch.__version__,
         )  # fmt: skip
     if "plan.yaml" in edited:
-        log.warning("%s: plan.yaml was edited, but the schedule is not made again", directory)
+        log.warning("%s: plan.yaml was edited, but the schedule is not regenerated", directory)
     return Emitted(directory, facts, tuple(edited))
 
 
@@ -430,8 +430,8 @@ class Reading:
             at = frames[-1]
             lines = "\n".join(file_lines(at.filename, at.lineno or 1))
             raise ProgramError(
-                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight "
-                f"line of calls on values that it does not look at\n{lines}"
+                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight-"
+                f"line sequence of calls that reads no values\n{lines}"
             ) from error
 
 
@@ -486,7 +486,7 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
         if not emitted.edited:  # unchanged files: this is a fault of zerofx
             raise
         raise ProgramError(
-            f"{emitted.directory}: its files do not fit together ({_said(error)}); edited: "
+            f"{emitted.directory}: its files are inconsistent ({_said(error)}); edited: "
             f"{', '.join(emitted.edited)}. Restore them, or emit the program again"
         ) from error
 

@@ -31,7 +31,7 @@ from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 
 FULL = (Holds.GATHERED, Holds.RESIDENT, Holds.KEPT)  # what holds a whole bucket's parameters
 PARAMETERS = (*FULL, Holds.SHARD, Holds.STAGED, Holds.NEAR, Holds.PARAM)  # parameters at all
-AWAY = {Holds.HOSTED: "lies on the host", Holds.STORED: "lies on NVMe"}
+AWAY = {Holds.HOSTED: "is on the host", Holds.STORED: "is on NVMe"}
 
 
 @dataclass(eq=False)
@@ -385,13 +385,13 @@ class Order:
             self.fail(
                 node,
                 f"{name_of(node)} reads {what} after {buffer.released.name} "
-                "has given its place back; move it before that wait, or read it from there",
+                "has freed its memory; move it before that wait, or read it from there",
             )
         if buffer.kind is Holds.LEAVING and buffer.released is not None:
             self.fail(
                 node,
                 f"{node.name} reads {what} after {buffer.released.name} has "
-                "given its memory back; move the offload behind the last read, or reload it",
+                "freed its memory; move the offload after the last read, or reload it",
             )
         if kind is Kind.WAIT and read in (buffer.made, buffer.offloaded):
             return
@@ -405,19 +405,19 @@ class Order:
         if buffer.released is not None and kind is not Kind.RELEASE:
             self.fail(
                 node,
-                f"{reader} reads {what} after its release; move the release behind the last "
+                f"{reader} reads {what} after its release; move the release after the last "
                 "read, or gather the bucket again",
             )
         if buffer.updated is not None:
             self.fail(
                 node,
                 f"{reader} reads {what} after {buffer.updated.name} has put the optimizer's new "
-                "values there; move the update behind the last read",
+                "values there; move the update after the last read",
             )
         if buffer.taken is not None:
             self.fail(
                 node,
-                f"{reader} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
+                f"{reader} uses {what} in slot {buffer.slot} after {buffer.taken.name}, which "
                 "puts another buffer there; give one of the two another slot, or move them apart",
             )
         if buffer.kind in _MEANT and not (buffer.released and kind is Kind.RELEASE):
@@ -474,7 +474,7 @@ class Order:
             elif buffer.kind is Holds.GATHERED and buffer.slot >= 0:
                 self.fail(
                     result,
-                    f"saves {what} for backward, but it lies in slot {buffer.slot}, which the next "
+                    f"saves {what} for backward, but it is in slot {buffer.slot}, which the next "
                     "call overwrites; gather with slot=-1, or again in backward",
                 )
             elif buffer.kind in PARAMETERS:
@@ -548,10 +548,10 @@ def _reader(node: fx.Node) -> str:
 _TRANSFERRED = (Holds.GATHERED, Holds.RESIDENT, Holds.STAGED, Holds.NEAR)
 _MEANT = {
     Holds.PACKED: "a gradient buffer is for pack and reduce only",
-    Holds.REDUCED: "a reduced slice is for store_grad only, behind offload_grad where the bucket "
-    "lives off the device",
-    Holds.SHARD: "it lives off the device; reload it first",
-    Holds.STAGED: "it lies in host memory; reload it first",
+    Holds.REDUCED: "a reduced slice is for store_grad only, after offload_grad if the bucket "
+    "is kept off the device",
+    Holds.SHARD: "it is kept off the device; reload it first",
+    Holds.STAGED: "it is in host memory; reload it first",
     Holds.NEAR: "a reloaded shard is for the all-gather of its bucket only",
     Holds.HOSTED: "a value on the host is for reload or write_out only",
     Holds.STORED: "a value on NVMe is for read_back only",

@@ -232,7 +232,7 @@ def take_forms(program: Program) -> Sizes:
     if constants := symbols.constants():
         names = [str(d) for s in program.sizes.symbols if s.name in constants for d in s.dims]
         raise ProgramError(
-            f"{program.model_name}: a pass has made a number of {', '.join(names)}, which varies"
+            f"{program.model_name}: a pass has fixed the value of {', '.join(names)}, which varies"
         )
     both = dict.fromkeys((*program.sizes.conditions, *symbols.conditions()))
     return replace(program.sizes, conditions=tuple(both))

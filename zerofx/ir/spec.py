@@ -324,7 +324,7 @@ def define(spec: OpSpec) -> OpOverload:
     """
     name = spec.name
     if any(known.name == name for known in _SPECS.values()):
-        raise ValueError(f"an op named {name} is there already. Give the new one another name.")
+        raise ValueError(f"an op named {name} exists already. Give the new one another name.")
 
     def real(*args: Any, **kwargs: Any) -> Any:
         return spec.run(current_calls(), *args, **kwargs)

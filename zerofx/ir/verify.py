@@ -44,11 +44,16 @@ def check_regions(program: Planned, graph: str) -> None:
                 program,
                 graph,
                 node,
-                f"region {region} is interrupted before {node.name}: communication may stand "
-                "between regions only",
+                f"region {region} is interrupted before {node.name}: communication is allowed "
+                "only between regions",
             )
         if node.target is operator.getitem and info(root_producer(node)).region != region:
-            raise fault(program, graph, node, f"{node.name} is cut off from what it takes apart")
+            raise fault(
+                program,
+                graph,
+                node,
+                f"{node.name} is not in the region of the call that it unpacks",
+            )
         seen.add(region)
         current = region
 
@@ -246,7 +251,7 @@ def verify_ranks(programs: Sequence[Planned]) -> None:
             if ours != theirs:
                 raise ProgramError(
                     f"rank {rank} would launch {_call(ours)} as its collective {i + 1}, rank 0 "
-                    f"{_call(theirs)}: they would wait for each other for ever; run one program "
+                    f"{_call(theirs)}, and both would wait forever. Run one program "
                     "on all ranks"
                 )
 
@@ -313,7 +318,7 @@ def _check_schedule(programs: Sequence[Planned]) -> None:
     held = schedules.stuck(orders, sorted(links, key=repr))
     if held:
         where = ", ".join(f"stage {p} at {action}" for p, action in enumerate(held))
-        raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}")
+        raise ProgramError(f"the schedule {parallel.schedule} deadlocks: {where}")
 
 
 def _call(call: tuple[str, str, tuple[object, ...]] | None) -> str:

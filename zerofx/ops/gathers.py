@@ -300,7 +300,7 @@ def _order_release(o: Order, node: fx.Node) -> None:
     if slot_of(node) != buffer.slot:
         o.fail(
             node,
-            f"{node.name} gives back slot {slot_of(node)}, but {o.label(buffer)} lies in "
+            f"{node.name} gives back slot {slot_of(node)}, but {o.label(buffer)} is in "
             f"slot {buffer.slot}",
         )
     made = spec_of(buffer.made)
@@ -315,7 +315,7 @@ def _order_release(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} releases {o.label(buffer)} while {sending.made.name} still sends "
-            "it; move the release behind that one's wait",
+            "it; move the release after that one's wait",
         )
     buffer.released = buffer.released or node
 

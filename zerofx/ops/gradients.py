@@ -377,7 +377,7 @@ def _order_pack(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
-            f"{buffer.reduced.name} has reduced it; move the reduction behind the last pack",
+            f"{buffer.reduced.name} has reduced it; move the reduction after the last pack",
         )
     for grad, offset in zip(grads, offsets, strict=True):
         _order_packed(o, node, buffer, bucket, grad, offset)
@@ -471,7 +471,7 @@ def _order_complete(o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket) -> 
         o.fail(
             node,
             f"{node.name} reduces bucket {bucket.index} before the gradient of "
-            f"{missing[0].name} is packed; move it behind the last pack of the bucket",
+            f"{missing[0].name} is packed; move it after the last pack of the bucket",
         )
     if len(buffer.packed) < len(bucket.params) and not buffer.zeroed:
         rest = next(p.name for p in bucket.params if p.offset not in buffer.packed)
@@ -504,8 +504,8 @@ def _order_store(o: Order, node: fx.Node) -> None:
     if buffer.is_away and reduced.args[0] is not buffer.offloaded:
         o.fail(
             node,
-            f"{node.name} stores {o.label(buffer)} as it lies on the device; its bucket "
-            "lives elsewhere: store what offload_grad's wait returns",
+            f"{node.name} stores {o.label(buffer)} directly from the device; its bucket "
+            "is kept elsewhere: store what offload_grad's wait returns",
         )
     if buffer.stored is not None:
         o.fail(node, f"{o.label(buffer)} is stored twice: {buffer.stored.name} did it")
@@ -535,7 +535,7 @@ def _order_update(o: Order, node: fx.Node) -> None:
             o.fail(
                 node,
                 f"{node.name} overwrites the shard of {label} while {buffer.made.name} still "
-                "sends it; move the update behind the wait",
+                "sends it; move the update after the wait",
             )
     held[0].updated = o.updates[bucket.index] = node
     if _is_followed(o, bucket.index):

@@ -221,7 +221,7 @@ def _lies_joined(now: Any, shape: Any, more: Any, ranks: int) -> Any:
 
 
 def _lies_joined_value(now: Any, shape: Any, more: Any, ranks: int) -> Any:
-    return R if now == R else "it takes what was summed"
+    return R if now == R else "it takes a sum"
 
 
 def _needs_summands(now: Any) -> str:
@@ -239,17 +239,17 @@ def _lies_scattered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
 def _lies_gathered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
     dim, groups, over = more
     cut = Cut(dim, groups)
-    return R if now == cut and over == ranks else f"it gathers what lies as {cut} over {over} ranks"
+    return R if now == cut and over == ranks else f"it gathers placement {cut} over {over} ranks"
 
 
 def _lies_swapped(now: Any, shape: Any, more: Any, ranks: int) -> Any:
     dim, groups, *to = more
     cut = Cut(dim, groups)
-    return _lies_cut(shape, to, ranks) if now == cut else f"it swaps what lies as {cut}"
+    return _lies_cut(shape, to, ranks) if now == cut else f"it swaps placement {cut}"
 
 
 def _lies_part(now: Any, shape: Any, more: Any, ranks: int) -> Any:
-    return _lies_cut(shape, more, ranks) if now == R else "it takes a part of what is whole"
+    return _lies_cut(shape, more, ranks) if now == R else "it takes a part of a whole value"
 
 
 def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:

@@ -197,7 +197,7 @@ def _on(o: Order, kind: Holds, node: fx.Node, verb: str) -> Buffer:
     moved: Any = node.args[0]
     buffers = o.roots[moved]
     if len(buffers) != 1 or buffers[0].kind is not kind:
-        where = AWAY[kind].replace("lies", "is not")
+        where = AWAY[kind].replace("is", "is not")
         o.fail(node, f"{node.name} {verb} {name_of(moved)}, which {where}")
     return buffers[0]
 

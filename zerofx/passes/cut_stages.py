@@ -442,7 +442,7 @@ class Cutting:
         lies = " and ".join(map(str, self.lies.get(source, ())))
         raise PlanError(
             f"Plan.parallel: {where.module or 'the model itself'}{line} reads "
-            f"{param or node.name}, which lies in pipeline stage {lies}, and runs in stage "
+            f"{param or node.name}, which is in pipeline stage {lies}, and runs in stage "
             f"{self.stage[node]}, since it needs what that stage computes. Choose "
             "Plan.parallel.cuts so that both are in one stage"
         )
@@ -592,7 +592,7 @@ class Cutting:
         kinds = {FORWARD: Role.OUTPUT, BACKWARD: Role.INPUT_GRAD}
         due = {(kinds[w.graph], w.output): w.digest for w in wires if w.source == position}
         whole = program.reference
-        assert isinstance(whole, Reference), "stages are cut behind merge-tied"
+        assert isinstance(whole, Reference), "stages are cut after merge-tied"
         values = set(whole.values)
         for label, output in made.outputs.items():
             spec = next(

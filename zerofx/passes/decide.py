@@ -214,12 +214,13 @@ def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
         str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
     )
     if program.loop.accumulation > 1:
-        how += ", gradients of earlier micro-batches standing"
+        how += ", gradients of earlier micro-batches held"
     more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
     return BudgetError(
         f"memory_budget: {program.model_name} needs {format_bytes(needed)} "
-        f"({needed} bytes) a rank at stage {plan.stage} {how}, optimizer states of AdamW "
-        f"included, but the budget is {format_bytes(plan.memory_budget)}; at that peak stand "
-        f"{names}; raise the budget to it, shard more (stage, ranks){more}",
+        f"({needed} bytes) per rank at stage {plan.stage} {how}, optimizer states of AdamW "
+        f"included, but the budget is {format_bytes(plan.memory_budget)}. The "
+        f"largest holders at that peak are {names}. Raise the budget to that value, "
+        f"shard more (stage, ranks){more}",
         needed,
     )

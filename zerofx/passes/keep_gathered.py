@@ -60,10 +60,10 @@ class KeepGathered(Pass):
         if (least := _peak_with(program, 0)) > self.budget_bytes:
             raise BudgetError(
                 f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
-                f"a rank at stage {program.plan.stage} and world {program.world_size} with nothing "
-                f"kept, optimizer states of AdamW included, but the budget is "
-                f"{format_bytes(self.budget_bytes)}; raise it, shard more (stage, ranks), or set "
-                "activations='auto'",
+                f"per rank at stage {program.plan.stage} and world {program.world_size} with "
+                "nothing kept, optimizer states of AdamW included, but the budget is "
+                f"{format_bytes(self.budget_bytes)}. Raise the budget, shard more (stage, "
+                "ranks), or set activations='auto'",
                 least,
             )
         while too_many - fits > 1:

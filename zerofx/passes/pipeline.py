@@ -49,7 +49,7 @@ def check_host_budget(program: Planned) -> None:
     largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in held.most_common(NAMES))
     raise BudgetError(
         f"host_budget: {program.model_name} holds {format_bytes(report.host_bytes)} "
-        f"({report.host_bytes} bytes) on the host a rank at stage {program.plan.stage} and world "
+        f"({report.host_bytes} bytes) on the host per rank at stage {program.plan.stage} and world "
         f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}; raise it "
         "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more",
         report.host_bytes,
@@ -62,8 +62,8 @@ def check_host_budget(program: Planned) -> None:
 class Proof(Enum):
     """When a program is linted and verified while passes run."""
 
-    EACH = "behind each pass"
-    END = "behind the last one"
+    EACH = "after each pass"
+    END = "after the last pass"
     NONE = "never: the result is for pricing alone"
 
 

@@ -117,7 +117,7 @@ def _check(param: ParamInfo, count: int, shard_size: int) -> None:
     way_out = "it cannot be tiled on so many ranks; leave it out of the patterns"
     if possible:
         best = min(possible, key=lambda k: (abs(k - count), k))
-        way_out = f"the nearest number that does is {best}"
+        way_out = f"the nearest valid number is {best}"
     raise PlanError(
         f"Plan.tiling cuts {param.name} {list(param.shape)} into {count} tiles, but a tile must "
         f"have whole rows and a multiple of {step} elements ({shard_size} ranks, each aligned to "

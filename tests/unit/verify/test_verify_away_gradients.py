@@ -37,7 +37,7 @@ def stored_on_the_device() -> Planned:
 
 
 @broken(
-    r"store_grad\w* stores reduced bucket 2 .* as it lies on the device; .* what offload_grad's"
+    r"store_grad\w* stores reduced bucket 2 .* directly from the device; .* what offload_grad's"
 )
 def stored_from_where_it_was() -> Planned:
     p = away()
@@ -121,7 +121,7 @@ def gradient_never_arrives() -> Planned:
     return p
 
 
-@broken(r"reads reduced bucket 2 .*: a reduced slice is for store_grad only, behind offload_grad")
+@broken(r"reads reduced bucket 2 .*: a reduced slice is for store_grad only, after offload_grad")
 def gradient_computed_with() -> Planned:
     p = away()
     _, wait, _ = offloaded(p)

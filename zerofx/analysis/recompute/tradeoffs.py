@@ -42,7 +42,10 @@ class Tradeoffs:
         self, captured: Planned, prices: Roofline, link: Link | None = None,
         host_budget_bytes: int | None = None, mixes: bool = True,
     ) -> None:  # fmt: skip
-        """mixes: identical segments may be treated differently, so few options each suffice."""
+        """Find the options of every segment.
+
+        mixes: identical segments may be treated differently, so that few options each suffice.
+        """
         joint = captured.clone()
         self.host_budget_bytes = host_budget_bytes
         known: dict[Hashable, list[Option]] = {}
@@ -227,7 +230,7 @@ def _why(part: _Part, chosen: Option, i: int, aim: str) -> str:
         freed = chosen.saved_bytes - without.saved_bytes
         more = without.recompute_us - chosen.recompute_us
         if chosen is whole and not chosen.recompute_us:
-            return f"its unit need give up nothing to {aim}"
+            return f"its unit does not have to give up anything to {aim}"
         return f"recomputing it would free {format_bytes(max(freed, 0))} for {more:.1f} us"
     return (
         f"its unit must give up {saved} to {aim}; what it recomputes takes "

@@ -55,7 +55,7 @@ class Shortage:
     def __str__(self) -> str:
         return (
             f"{self.tier}: {format_bytes(self.needed_bytes)} needed, "
-            f"{format_bytes(self.available_bytes)} there, "
+            f"{format_bytes(self.available_bytes)} available, "
             f"{format_bytes(self.missing_bytes)} missing"
         )
 

@@ -232,7 +232,7 @@ def check_same(measured: Measured, program: Planned) -> None:
     found = _differences(measured.identity, identity_of(program))
     if found:
         raise RecordingError(
-            f"the recording is of another program than {program.model_name}: "
+            f"the recording belongs to a program other than {program.model_name}: "
             + "; ".join(f"{what} is {a} there and {b} here" for what, a, b in found)
             + "; record this one, or ask for the program that was recorded"
         )
