@@ -238,7 +238,7 @@ def test_files_that_do_not_fit_together(matrix: fuzz.Matrix) -> None:
     ],
 )  # fmt: skip
 def test_expressions_of_sizes_only_compute(text: str) -> None:
-    with pytest.raises(ProgramError, match="no expression of sizes"):
+    with pytest.raises(ProgramError, match="not an expression of sizes"):
         evaluate(text, {"s0": 3})
     assert evaluate("max(2 * s0 // 3, 1) + math.ceil(s0 / 2) - s0**2", {"s0": 3}) == -5
 

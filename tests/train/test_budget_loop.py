@@ -89,7 +89,7 @@ def test_a_budget_that_no_program_meets_in_such_a_loop_is_refused() -> None:
     """Before the forward that would exceed it, with the least that is enough."""
     with pytest.raises(BudgetError) as once:
         zerofx.rewrite(captured(), {**AUTO, "memory_budget": 1}, 1)
-    with pytest.raises(BudgetError, match="earlier micro-batches standing") as twice:
+    with pytest.raises(BudgetError, match="earlier micro-batches held") as twice:
         zerofx.rewrite(captured(), {**AUTO, "memory_budget": 1}, 1, accumulation=2)
     assert twice.value.least_bytes > once.value.least_bytes
     model = zerofx.compile(MODELS["broad"](None), {**AUTO, "memory_budget": once.value.least_bytes})
@@ -97,7 +97,7 @@ def test_a_budget_that_no_program_meets_in_such_a_loop_is_refused() -> None:
         model(*batch()).backward()
         model.zero_grad()
     model(*batch()).backward()
-    with pytest.raises(BudgetError, match=f"{twice.value.least_bytes} bytes.*standing"):
+    with pytest.raises(BudgetError, match=f"{twice.value.least_bytes} bytes.*held"):
         model(*batch())
     model.zero_grad()
     model(*batch()).backward()

@@ -1,1 +1,1 @@
-"""Facts about a finished program, and the choices that follow from them. Nothing is rewritten."""
+"""Analyses of a finished program, and the choices based on them. Nothing is rewritten."""

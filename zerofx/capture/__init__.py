@@ -1,6 +1,6 @@
 """Capture: nn.Module -> Program (graphs with roles), and the key of a call.
 
-The package itself can be called: `zerofx.capture(model, args, kwargs)` is `capture.capture`.
+The package is callable: `zerofx.capture(model, args, kwargs)` is `capture.capture`.
 """
 
 import sys

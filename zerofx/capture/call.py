@@ -1,4 +1,4 @@
-"""One call of a model: arguments and results as numbered, named leaves, and back."""
+"""Calls: the arguments and results of a model call as numbered, named leaves, and back."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from zerofx.errors import PlanError
 from zerofx.plan.fields import covers
 
 # -- Flatten a call's arguments and results into numbered leaves, and rebuild them -----------------
-# torch's pytree knows tuples, lists, dicts, named tuples and what libraries register with it
-# (`ModelOutput`). Dataclasses and subclasses of dict that were not registered are opened here
-# through a private node type, so that no class of the user is registered on their behalf.
+# torch's pytree knows tuples, lists, dicts, named tuples and the classes that libraries register
+# with it (`ModelOutput`). Unregistered dataclasses and subclasses of dict are opened here through a
+# private node type, so that zerofx registers no class on the user's behalf.
 
 
 class _Opened:
-    """Stands in a tree for one object of a class that pytree does not know."""
+    """The tree node that represents one object of a class that pytree does not know."""
 
     def __init__(self, kind: type, keys: tuple[Any, ...], values: list[Any]) -> None:
         self.kind, self.keys, self.values = kind, keys, values
@@ -46,7 +46,7 @@ def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _unflatten(values: Any, context: tuple[type, tuple[Any, ...]]) -> Any:
-    """Build the object itself, without its constructor, which may compute or refuse."""
+    """Rebuild the object without calling its constructor, which may compute or raise."""
     kind, keys = context
     made: Any = kind.__new__(kind)  # type: ignore[call-overload]
     pairs = zip(keys, values, strict=True)
@@ -64,7 +64,7 @@ pytree.register_pytree_node(_Opened, _flatten, _unflatten, flatten_with_keys_fn=
 
 
 def _open(obj: Any) -> Any:
-    """Replace a leaf that is a record or a mapping by its `_Opened`, recursively."""
+    """Replace a leaf that is a dataclass or a mapping by its `_Opened`, recursively."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         keys = tuple(f.name for f in dataclasses.fields(obj) if hasattr(obj, f.name))
         values = [getattr(obj, k) for k in keys]
@@ -77,22 +77,22 @@ def _open(obj: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of a tree and the spec that puts them back."""
+    """Return the leaves of a tree and the spec that rebuilds it."""
     return pytree.tree_flatten(pytree.tree_map(_open, tree))
 
 
 def flatten_named(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
-    """Flatten, and name every leaf: `loss`, `[0]`, `hidden_states[2]`."""
+    """Flatten a tree and name every leaf: `loss`, `[0]`, `hidden_states[2]`."""
     opened = pytree.tree_map(_open, tree)
     leaves, spec = pytree.tree_flatten(opened)
     return [_path_name(path) for path in _paths(opened)], leaves, spec
 
 
 def _paths(node: Any) -> list[tuple[Any, ...]]:
-    """Return the path of every leaf, also where a library registered a class without names."""
+    """Return the path of every leaf, even if a library registered a class without key names."""
     try:
         return [path for path, _ in pytree.tree_flatten_with_path(node)[0]]
-    except ValueError:  # of some class within: step by step from here on
+    except ValueError:  # raised by some class inside: descend one level at a time
         pass
 
     def is_part(other: Any) -> bool:
@@ -100,7 +100,7 @@ def _paths(node: Any) -> list[tuple[Any, ...]]:
 
     try:
         parts, _ = pytree.tree_flatten_with_path(node, is_part)
-    except ValueError:  # of this class
+    except ValueError:  # raised by this class
         values, _ = pytree.tree_flatten(node, is_part)
         if isinstance(node, Mapping) and len(node) == len(values):
             keys: list[Any] = [pytree.MappingKey(key) for key in node]
@@ -111,14 +111,14 @@ def _paths(node: Any) -> list[tuple[Any, ...]]:
 
 
 def unflatten(leaves: list[Any], spec: TreeSpec) -> Any:
-    """Build the tree that `spec` describes from its leaves."""
+    """Rebuild the tree that `spec` describes from its leaves."""
     return pytree.tree_unflatten(leaves, spec)
 
 
 def flatten_call(
     forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[str], list[Any], TreeSpec]:
-    """Flatten ((args...), {kwargs}); leaves are named after forward's parameters where known."""
+    """Flatten ((args...), {kwargs}); leaves are named after forward's parameters."""
     try:
         known = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError):  # a callable without a Python signature
@@ -135,7 +135,7 @@ def flatten_call(
 
 
 def call_name(name: str) -> str:
-    """Turn a leaf's name in ((args...), {kwargs}) into `args[0]` or the keyword."""
+    """Convert a leaf's name in ((args...), {kwargs}) to `args[0]` or the keyword."""
     return name[3:].lstrip(".") if name.startswith("[1]") else "args" + name[3:]
 
 
@@ -154,10 +154,10 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 @dataclass(frozen=True)
 class Call:
-    """The leaves of ((args...), {kwargs}), in the order that `spec` puts them back.
+    """The leaves of ((args...), {kwargs}), in the order in which `spec` takes them.
 
     names: `x`, `batch.ids`, `labels`. tensors: the numbers of the leaves that are tensors.
-    numbers: those of the leaves that are ints or floats.
+    numbers: the numbers of the leaves that are ints or floats.
     """
 
     names: list[str]
@@ -170,7 +170,7 @@ class Call:
     def of(
         cls, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Call:
-        """Flatten a call of a forward or another function.
+        """Flatten a call of a forward or of another function.
 
         Raises:
             CaptureError: an argument is neither a plain tensor nor a hashable constant.
@@ -183,7 +183,7 @@ class Call:
         return cls(names, leaves, spec, tensors, numbers)
 
     def varied(self, numbers: Mapping[int, Any]) -> Call:
-        """Return the call with others in the places of leaves that are numbers."""
+        """Return the call with the given leaves replaced by other numbers."""
         leaves = [numbers.get(i, leaf) for i, leaf in enumerate(self.leaves)]
         return dataclasses.replace(self, leaves=leaves)
 
@@ -193,10 +193,10 @@ class Call:
         device: torch.device | None,
         sizes: Mapping[tuple[int, int, bool], Any] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Make a fake for each tensor: same shape, strides, dtype and requires_grad.
+        """Create a fake for each tensor, with the same shape, strides, dtype and requires_grad.
 
-        sizes: what stands for a size or stride (leaf, dim, is it a stride) that varies. A tensor
-            that is contiguous has the strides that follow from its sizes.
+        sizes: the replacements of sizes and strides that vary, by (leaf, dim, is it a stride). A
+            contiguous tensor has the strides that follow from its sizes.
         """
         varying, made = sizes or {}, []
         with mode, torch.inference_mode(False), torch.no_grad():
@@ -218,7 +218,7 @@ class Call:
         return tuple(made)
 
     def rebuild(self, tensors: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) with other tensors in the places of the call's own."""
+        """Return (args, kwargs) with the call's tensors replaced by the given ones."""
         leaves = list(self.leaves)
         for number, tensor in zip(self.tensors, tensors, strict=True):
             leaves[number] = tensor
@@ -235,26 +235,26 @@ def contiguous_strides(shape: Sequence[Any]) -> list[Any]:
 
 
 def place(tensor: Tensor, device: torch.device | None) -> torch.device:
-    """Return where a fake lies: on the tensor's device, or on `device` for one on meta."""
+    """Return the device of a fake: the tensor's own, or `device` for a tensor on meta."""
     return tensor.device if tensor.device.type != "meta" else device or torch.device("cpu")
 
 
-# -- Parameters that the plan ignores: a program takes them as further tensors of each call --------
-# They stay the plain parameters of their modules: not sharded, moved, gathered or reduced. As
-# inputs of programs, autograd reaches them as it reaches any input: it gives each rank's own
-# gradient to `p.grad`, and runs their hooks.
+# -- Parameters that the plan ignores: a program takes them as additional tensors of each call -----
+# They stay the plain parameters of their modules: not sharded, moved, gathered or reduced. As they
+# are inputs of programs, autograd handles them as it does any input: it accumulates each rank's own
+# gradient in `p.grad`, and runs their hooks.
 
 
-KEYWORD = "zerofx.ignored_params"  # of a call, which has them by name; no keyword of users is this
+KEYWORD = "zerofx.ignored_params"  # keyword argument that maps names to these parameters
 
 
 def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
     """Return all names of the parameters that a plan ignores.
 
-    A tied parameter is ignored if a pattern covers one of its names.
+    A tied parameter is ignored if a pattern matches any of its names.
 
     Raises:
-        PlanError: a pattern covers no parameter.
+        PlanError: a pattern matches no parameter.
     """
     if not patterns:
         return ()
@@ -272,7 +272,7 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class IgnoredPlace:
-    """Where an ignored parameter lies: the modules' own dictionary, which may get another one."""
+    """The location of an ignored parameter: its module's own dictionary, whose entry may change."""
 
     name: str
     holder: dict[str, Any]
@@ -292,7 +292,7 @@ def ignored_of(model: nn.Module, names: Collection[str], entry: Entry) -> tuple[
 
 
 def with_ignored(kwargs: dict[str, Any], places: Sequence[IgnoredPlace]) -> dict[str, Any]:
-    """Return the keywords of a call that a program takes: the user's, and these parameters."""
+    """Return the keyword arguments of a program: the user's, and the ignored parameters."""
     if not places:
         return kwargs
     return {**kwargs, KEYWORD: {place.name: place.holder[place.key] for place in places}}

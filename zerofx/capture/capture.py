@@ -1,4 +1,4 @@
-"""Capture: one call of a model becomes a Program, on fake tensors, in reading order."""
+"""Capture: one call of a model becomes a Program, on fake tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 from zerofx.layout.styles import styles_of
 from zerofx.plan.fields import Patterns
 
-MOST_PROBED = 8  # attributes by name; each is a run on fake tensors
+MOST_PROBED = 8  # attribute names; each costs a run on fake tensors
 
 
 @paused_collector()
@@ -65,31 +65,31 @@ def capture(
     ignored_params: Sequence[str] = (),
     module_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> Captured:
-    """Capture `model(*args, **kwargs)`, with its backward where something requires grad.
+    """Capture `model(*args, **kwargs)`, with its backward if anything requires grad.
 
-    Runs on fake tensors only: nothing is computed, moved or materialised, and the model is left
-    exactly as it was, also when this raises. Of a compiled model, what it was before is captured.
+    Capture runs on fake tensors only: nothing is computed, moved or materialised. The model is left
+    exactly as it was, even if this raises. Of a compiled model, the original model is captured.
 
-    param_meta: global (shape, dtype, requires_grad) by name, where the module holds shards.
-    device: where tensors on meta are taken to be; the CPU by default.
-    compute_dtype: in which parameters and inputs of 32 or 16 bits are computed with (bf16, say, for
-        a plan of that precision); by default each in its own.
-    constants: gets the tensors whose values are part of the program: forward reads them, and they
-        are neither arguments nor registered; or they are buffers, and its control flow depends on
-        their values.
-    changes: gets what a first call leaves in the attributes of modules. The program is that of the
-        calls that find these values there.
-    varying: the sizes that the program shall serve many values of. Control flow on them goes the
-        way that it goes in this call; `Captured.sizes` says for which values that is so.
-
-    entry: the function of the model that is called, in the place of its forward.
-    ignored_params: name patterns of parameters that the program takes as inputs, as those of
+    param_meta: global (shape, dtype, requires_grad) by name, if the module holds shards.
+    device: the device assumed for tensors on meta; the CPU by default.
+    compute_dtype: the format in which parameters and inputs of 32 or 16 bits are used (for example
+        bf16, for a plan of that precision); by default each in its own.
+    constants: receives the tensors whose values are part of the program. Forward reads them, and
+        they are neither arguments nor registered; or they are buffers whose values its control flow
+        depends on.
+    changes: receives the changes that a first call makes to attributes of modules. The program is
+        that of the calls that find these values there.
+    varying: the sizes for which the program shall serve many values. Control flow on them takes the
+        branch that it takes in this call; `Captured.sizes` records the values for which that holds.
+    entry: the function of the model to capture instead of its forward.
+    ignored_params: name patterns of parameters that the program takes as inputs, as in
         `Plan(ignored_params=...)`.
-    module_dtypes: {name pattern: format} of modules that compute in another than `compute_dtype`.
+    module_dtypes: {name pattern: format} of modules that compute in a format other than
+        `compute_dtype`.
 
     Raises:
-        CaptureError: the forward cannot become a static graph; the message names the line and
-            the fix.
+        CaptureError: the forward cannot become a static graph; the message names the line and the
+            fix.
     """
     with original(model):
         place = torch.device(device) if device is not None else None
@@ -123,7 +123,7 @@ def capture(
                 gm = trace(harness, (*fakes, *numbers.values()), mode, swap, changes)
             except Exception as error:
                 shorten(error)
-                raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+                raise error  # a bare raise would restore the old traceback on Python 3.10
     if constants is not None:
         constants += harness.lines.constants.values()
         constants += mode.known.read.values()
@@ -151,10 +151,10 @@ def capture(
 def settled(
     gm: fx.GraphModule, symbols: Symbols, varying: Sequence[Symbol], own: Mapping[str, int]
 ) -> Sizes:
-    """Put sizes in the place of symbols; return which values of them the graph serves.
+    """Replace symbols by sizes; return the values of the symbols that the graph serves.
 
-    Symbols that control flow has given one value are left out. Fake values are those at the hints
-    that were asked for, or else, if the graph does not serve these, at the call's own sizes.
+    Symbols that control flow has fixed to one value are left out. Fake values have the sizes of the
+    requested hints or, if the graph does not serve these, the call's own sizes.
     """
     constants = symbols.constants()
     varying = [s for s in varying if s.name not in constants]
@@ -172,16 +172,17 @@ def trace(
     swap: StateSwap,
     changes: list[Change] | None = None,
 ) -> fx.GraphModule:
-    """Trace the harness; refuse a forward whose side effects a program would have to repeat.
+    """Trace the harness; raise if forward has side effects that a program would have to repeat.
 
-    changes: gets what a first call leaves in attributes. The trace is that of the calls after it.
+    changes: receives the changes that a first call makes to attributes. The trace is that of later
+        calls.
     """
 
     def rerun() -> None:
         rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
 
     gm = trace_once(harness, fakes, mode, swap)
-    if swap.has_read_updated(gm):  # of what changes with each call nothing is known
+    if swap.has_read_updated(gm):  # the value changes with each call and is unknown
         mode.known.holds = False
         gm = trace_once(harness, fakes, mode, swap)
     changed = swap.changed_attribute()
@@ -203,7 +204,7 @@ def trace(
 def trace_once(
     harness: Harness, fakes: tuple[Tensor, ...], mode: TrueStrides, swap: StateSwap
 ) -> fx.GraphModule:
-    """Trace the harness and refuse a forward that leaves side effects outside attributes."""
+    """Trace the harness; raise if forward has side effects other than changed attributes."""
 
     def rerun() -> None:
         rerun_on_fakes(harness, fakes, mode, harness.says_compiling)
@@ -247,10 +248,11 @@ def trace_as_eager(
     swap: StateSwap,
     error: Exception,
 ) -> fx.GraphModule:
-    """Trace a forward that has failed in a branch for compilers, perhaps, without those branches.
+    """Trace a failed forward again without its branches for compilers, a possible cause.
 
     Raises:
-        Exception: it fails there too; `error` if that is the better one to show, a CaptureError.
+        Exception: this attempt fails too. Raises `error` instead if only that one is a
+            CaptureError.
     """
     harness.says_compiling = False
     try:
@@ -266,7 +268,7 @@ def trace_as_eager(
 def told_apart(
     changes: Sequence[Change], swap: StateSwap, rerun: Callable[[], None]
 ) -> list[Change]:
-    """Note which attributes forward sets without looking at what they had before."""
+    """Mark the attributes that forward sets without reading their previous values."""
     names = {change.name for change in changes if change.content is None}
     unread = set()
     for name in sorted(names) if len(names) <= MOST_PROBED else ():
@@ -276,9 +278,9 @@ def told_apart(
 
 
 def is_check(lines: LineMode, rerun: Callable[[], None], mode: TrueStrides) -> bool:
-    """Tell whether a forward raises if a tensor is true (or false), and what it raises.
+    """Return whether a forward raises if a tensor is true (or false), and record the message.
 
-    An `assert`, or an `if` that raises, is then a check that the program makes too. Any other
+    An `assert`, or an `if` that raises, is then a check that the program performs too. Any other
     control flow on values is not.
     """
     line = lines.undecided
@@ -290,7 +292,7 @@ def is_check(lines: LineMode, rerun: Callable[[], None], mode: TrueStrides) -> b
         try:
             with mode.known.apart():
                 rerun()
-        except Exception as error:  # noqa: BLE001 - which one it is tells what the line is for
+        except Exception as error:  # noqa: BLE001 - its kind shows the purpose of the line
             if is_raised_by_model(error.__traceback__) and not isinstance(error, CaptureError):
                 first = (str(error).splitlines() or [""])[0]
                 said[value] = f"{type(error).__name__}: {first} ({line})"
@@ -324,18 +326,18 @@ def warn_of_text(model: nn.Module, line: str) -> None:
 
 
 def label(gm: fx.GraphModule, names: Names) -> tuple[fx.GraphModule, tuple[OutputInfo, ...]]:
-    """Put an Info on every node; return the graph in plain form and what its results are."""
+    """Put an Info on every node; return the plain graph and descriptions of its results."""
     unit_names = set(names.units.values())
     label_nodes(gm, lambda module: find_unit_of_module(module, unit_names))
     check_graph(gm)
     infos = label_results(gm, names)
     label_placeholders(gm, names)
-    gm.graph.set_codegen(CodeGen())  # it takes and gives flat lists, whatever the tracer wrapped
+    gm.graph.set_codegen(CodeGen())  # flat lists in and out, whatever the tracer wrapped
     return LazyGraphModule(gm, gm.graph), infos
 
 
 def make_calling(call: Call, results: Results) -> Calling:
-    """Say how the user's call maps to the graph and back."""
+    """Describe how the user's call maps to the graph and back."""
     assert results.spec is not None, "the harness has not run"
     return Calling(
         in_spec=call.spec,
@@ -351,7 +353,7 @@ def make_calling(call: Call, results: Results) -> Calling:
 
 
 def canonical_buffers(model: nn.Module) -> dict[str, str]:
-    """Return the first name of every buffer, by each of its names."""
+    """Return the first name of every buffer, keyed by each of its names."""
     first: dict[int, str] = {}
     named = model.named_buffers(remove_duplicate=False)
     return {name: first.setdefault(id(buffer), name) for name, buffer in named}
@@ -363,9 +365,9 @@ def describe_params(
     computes: Mapping[str, torch.dtype],
     held: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, ParamInfo]:
-    """Return ParamInfo by canonical name, the first one registered; the others are aliases.
+    """Return ParamInfo by canonical name, the first one registered; other names are aliases.
 
-    computes: the compute format by name. held: the format kept in, where the model is swapped.
+    computes: the compute format by name. held: the storage format, if the model's state is swapped.
     """
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -396,12 +398,12 @@ def describe_params(
 
 
 def _style(styles: Mapping[str, str], name: str) -> str:
-    """Return the style of a parameter: its own, or that of the module that has it."""
+    """Return the style of a parameter: its own, or that of its module."""
     return styles.get(name) or styles.get(name.rpartition(".")[0], "")
 
 
 def _layer_of(model: nn.Module, name: str) -> str:
-    """Return what kind of layer has this parameter as its weight, as far as passes ask."""
+    """Return the kind of layer whose weight this parameter is: "linear", "embedding" or ""."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     if key != "weight":
@@ -413,7 +415,7 @@ def _layer_of(model: nn.Module, name: str) -> str:
 
 
 def _outputs_of(model: nn.Module, name: str) -> int:
-    """Return which dimension of a parameter counts its layer's outputs, -1 for none or another."""
+    """Return the dimension of a parameter that counts its layer's outputs, or -1."""
     path, _, key = name.rpartition(".")
     module = model.get_submodule(path)
     if key == "bias":
@@ -423,7 +425,7 @@ def _outputs_of(model: nn.Module, name: str) -> int:
         return 1
     if layer != "linear":
         is_stacked = key != "weight" and model.get_parameter(name).dim() == 3
-        return 1 if is_stacked else -1  # [experts, out, in], as transformers' plans take it
+        return 1 if is_stacked else -1  # [experts, out, in], as in transformers' plans
     return 0 if isinstance(module, nn.Linear) else 1
 
 

@@ -1,4 +1,4 @@
-"""Side effects of a forward, which a program would not repeat: undone, and refused or kept."""
+"""Side effects of a forward, which a program would not repeat: undone, then refused or kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[[], Any]
 
 
 class HostGenerators:
-    """Python's and NumPy's global random generators, as they stood."""
+    """A snapshot of the state of Python's and NumPy's global random generators."""
 
     def __init__(self) -> None:
         self._numpy = sys.modules.get("numpy")
@@ -42,7 +42,7 @@ class HostGenerators:
         return random.getstate() != self._python_state or self._read_numpy() != self._numpy_state
 
     def restore(self) -> str:
-        """Put both back; return the name of the one that had moved, or ""."""
+        """Restore both generators; return the name of the one that had moved, or ""."""
         moved = ""
         if random.getstate() != self._python_state:
             random.setstate(self._python_state)
@@ -66,7 +66,7 @@ def refuse_host_random(moved: str, generators: HostGenerators, run: Run) -> Capt
 
 
 class Modes:
-    """Torch's global modes, as they stood; a forward must leave them so."""
+    """A snapshot of torch's global modes, which a forward must leave unchanged."""
 
     def __init__(self) -> None:
         self._before = self._read()
@@ -86,7 +86,7 @@ class Modes:
         return self._read() != self._before
 
     def restore(self) -> str:
-        """Put them back; return what had changed, or "". (The seed is the tracer's to restore.)"""
+        """Restore the modes; return the changed one, or "". (The tracer restores the seed.)"""
         before, after = self._before, self._read()
         changed = [name for name in before if before[name] != after[name]]
         if not changed:
@@ -113,12 +113,11 @@ def at_line(where: str) -> str:
     return f" at {where}" if where else ""
 
 
-# -- The plain attributes of a module, as they stood before a forward; a forward must not change
-# them.
+# -- The plain attributes of a module before a forward, which must not change them -----------------
 # A traced forward reads an attribute once; a program would go on using that value.
 
 
-# Kept by dictionaries of their own, or (forward) wrapped during capture.
+# Stored in dictionaries of their own, or (forward) wrapped during capture.
 RESERVED = frozenset({*CONTAINERS, "forward"})
 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
@@ -126,10 +125,10 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 
 @dataclass(frozen=True)
 class Held:
-    """What one module held: its attributes and its children.
+    """A snapshot of one module: its attributes and its children.
 
-    attributes: by name the value and its content, where that can change in place: a shallow copy
-        of a list, dict or set, the state of a random generator.
+    attributes: by name, the value and a copy of its content if that can change in place: a shallow
+        copy of a list, dict or set, or the state of a random generator.
     """
 
     module: nn.Module
@@ -143,7 +142,7 @@ class Held:
         return cls(module, dict(own_children(module)), attributes)
 
     def changed(self) -> list[str]:
-        """Return the names of attributes and children that are not as they were."""
+        """Return the names of attributes and children that have changed."""
         children, now = own_children(self.module), self.module.__dict__
         names = {**self.children, **children}
         found = [n for n in names if children.get(n) is not self.children.get(n)]
@@ -161,7 +160,7 @@ class Held:
         return found
 
     def restore(self) -> None:
-        """Put every attribute and child back, in place where the value is a container."""
+        """Restore every attribute and child, in place if the value is a container."""
         module, own = self.module, self.module.__dict__
         if list(own_children(module).items()) != list(self.children.items()):
             own_children(module).clear()
@@ -175,7 +174,7 @@ class Held:
 
 
 def _content(value: Any) -> Any:
-    """Return what of a value can change in place, None for most."""
+    """Return a copy of the part of a value that can change in place, or None."""
     if type(value) in (list, dict, set, OrderedDict):  # the last: a module's hooks
         return value.copy()
     if isinstance(value, random.Random):
@@ -186,7 +185,7 @@ def _content(value: Any) -> Any:
 
 
 def put_back(value: Any, content: Any) -> None:
-    """Give a value the content that it had, in place."""
+    """Restore the content of a value, in place."""
     if isinstance(value, list):
         value[:] = content
     elif isinstance(value, (dict, set)):
@@ -202,7 +201,7 @@ def put_back(value: Any, content: Any) -> None:
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Compare plain values and containers of them by value, all else by identity."""
+    """Compare plain values and containers of them by value, everything else by identity."""
     if old is new:
         return True
     if type(old) is not type(new):
@@ -221,7 +220,8 @@ def _same(old: Any, new: Any) -> bool:
 def recomputed(module: nn.Module) -> frozenset[str]:
     """Return the attributes that every forward sets before it reads them.
 
-    `nn.LSTM` keeps its flat weights, the hook forms of weight and spectral norm their product.
+    `nn.LSTM` stores its flat weights this way; the hook forms of weight norm and spectral norm
+    store their product.
     """
     names: set[str] = set()
     if isinstance(module, nn.RNNBase):
@@ -235,7 +235,7 @@ def recomputed(module: nn.Module) -> frozenset[str]:
 def refuse_attribute(path: str, held: Held, run: Run) -> CaptureError:
     """Return the error for a forward that changed an attribute, with the line.
 
-    path: the attribute's qualified name. The module must hold its old attributes again.
+    path: the attribute's qualified name. The module's attributes must have been restored.
     """
     where = find_line(run, lambda: bool(held.changed()))
     return CaptureError(
@@ -256,14 +256,15 @@ def refuse_rebinding(what: str, is_disturbed: Callable[[], bool], run: Run) -> C
     )
 
 
-# -- What a first call leaves in attributes: caches, flags, hooks, the latest shape ----------------
-# A program does not repeat it. That is right if the next call finds the same and does the same:
-# then the attributes get what the call left, once, and the program is that of all later calls. So a
-# forward that changes attributes is traced twice, the second time in the state that it has left. It
-# must leave that state alone, and compute what it did at first. Tensors in caches are compared by
-# their values, which depend on constants alone.
+# -- Attributes that a first call sets: caches, flags, hooks, the latest shape ---------------------
+# A program does not repeat this. That is correct if the next call finds the same values and
+# computes the same. The attributes then receive the values that the call left, once, and the
+# program is that of all later calls. A forward that changes attributes is therefore traced twice,
+# the second time in the state that the first trace left. It must leave that state unchanged and
+# compute the same as at first. Tensors in caches are compared by value; their values depend on
+# constants alone.
 
-ValueOf = Callable[[Tensor], Tensor | None]  # of a traced tensor, None if it varies
+ValueOf = Callable[[Tensor], Tensor | None]  # value of a traced tensor, None if it varies
 _MAX_NESTED = 4
 
 
@@ -271,8 +272,8 @@ _MAX_NESTED = 4
 class Change:
     """A new value of one attribute of a module.
 
-    path: the module's. content: what is in the value, if it is a container that was changed in
-    place. is_read: whether forward looks at the value that was there before.
+    path: the module's name. content: the content of the value, if it is a container that was
+        changed in place. is_read: whether forward reads the previous value.
     """
 
     path: str
@@ -289,7 +290,7 @@ class Change:
 
 
 class Unreadable:
-    """Stands in an attribute for a value that nothing may look at."""
+    """A stand-in for an attribute's value that raises on every access."""
 
     def _refuse(self, *_: Any) -> Any:
         raise _Varies
@@ -308,9 +309,9 @@ class _Varies(Exception):
 
 
 def changes_of(path: str, held: Held, value_of: ValueOf) -> list[Change] | None:
-    """Return what a forward has left in a module's attributes.
+    """Return the changes that a forward has made to a module's attributes.
 
-    None if a later call cannot find it: a tensor that varies, or another child.
+    Return None if a later call cannot find them: a tensor that varies, or a replaced child.
     """
     names = held.changed()
     found: list[Change] = []
@@ -333,10 +334,10 @@ def changes_of(path: str, held: Held, value_of: ValueOf) -> list[Change] | None:
 
 
 def _settled(value: Any, value_of: ValueOf, depth: int = 0) -> Any:
-    """Return a value as the next call finds it: with real tensors in the place of traced ones.
+    """Return a value as the next call finds it, with traced tensors replaced by real ones.
 
     Raises:
-        _Varies: it holds a tensor that is another at each call.
+        _Varies: the value holds a tensor that differs from call to call.
     """
     if isinstance(value, Tensor):
         real = value_of(value) if is_traced(value) else value
@@ -356,7 +357,7 @@ def _settled(value: Any, value_of: ValueOf, depth: int = 0) -> Any:
 
 
 def is_alike(one: Change | None, other: Change) -> bool:
-    """Tell whether two calls leave the same in an attribute, tensors compared by their values."""
+    """Return whether two calls leave equal values in an attribute, tensors compared by value."""
     if one is None or one.content is not None or other.content is not None:
         return False
     leaves, spec = pytree.tree_flatten(one.value)
@@ -364,7 +365,7 @@ def is_alike(one: Change | None, other: Change) -> bool:
     return spec == other_spec and all(map(_are_equal, leaves, others))
 
 
-# -- Do two traces compute the same? ---------------------------------------------------------------
+# -- Whether two traces compute the same -----------------------------------------------------------
 _UNSET = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_strided.default)
 
 
@@ -411,7 +412,7 @@ def _is_constant(node: fx.Node) -> bool:
 
 
 def is_same(one: fx.GraphModule, other: fx.GraphModule) -> bool:
-    """Tell whether two traces compute the same of their inputs, call by call."""
+    """Return whether two traces compute the same function of their inputs, call by call."""
     a, b = _Folded(one), _Folded(other)
     pairs: dict[fx.Node, fx.Node] = {}
     if len(a.other) != len(b.other):

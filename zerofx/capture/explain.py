@@ -1,7 +1,7 @@
-"""Turn what tracing raises into a CaptureError with the user's line and the fix.
+"""Explanations: turn an exception of tracing into a CaptureError with the user's line and the fix.
 
-Its traceback ends at that line. With ZEROFX_FULL_TRACEBACK=1 the frames of torch and zerofx are
-shown as well, and the error that tracing raised.
+The traceback ends at that line. With ZEROFX_FULL_TRACEBACK=1 it also shows the frames of torch and
+zerofx, and the original error.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _READS |= {
     name: (f"a tensor's value is a size for torch.{name}()", _READS["__index__"][1])
     for name in _SIZES
 }
-# What tracers say of functions that ask a tensor for values or memory which it does not have.
+# Messages of tracers for functions that ask a tensor for values or memory that it does not have.
 _NO_VALUES = (
     "unsupported format string passed to",
     "its data is not allocated yet",
@@ -96,9 +96,9 @@ _UNKNOWN_READ = ("a tensor's value is read", "keep it a tensor, or do it outside
 
 @contextlib.contextmanager
 def explained(lines: LineMode) -> Iterator[None]:
-    """Raise a CaptureError for what tracing raises.
+    """Convert exceptions of tracing to CaptureErrors.
 
-    An exception of the model's own code passes as it is, as it would in eager.
+    An exception of the model's own code is raised unchanged, as in eager mode.
     """
     try:
         yield
@@ -116,19 +116,19 @@ def explained(lines: LineMode) -> Iterator[None]:
 
 
 def _without_tracers(said: Any) -> Any:
-    """Call tensors what the user does, in what Python says of them by itself."""
+    """Replace the tracers' class names by the user's in a message that Python itself composed."""
     return said.replace("FunctionalTensor", "Tensor") if isinstance(said, str) else said
 
 
 def shows_all() -> bool:
-    """Tell whether the user asked for whole tracebacks."""
+    """Return whether the user asked for full tracebacks."""
     return os.environ.get("ZEROFX_FULL_TRACEBACK", "0") not in ("", "0")
 
 
 def shorten(error: Exception) -> None:
-    """Leave only the user's frames in the traceback of an error that a capture raised.
+    """Reduce the traceback of an error raised during capture to the user's frames.
 
-    Such are CaptureErrors and what the model's own code raised; others stay as they are.
+    This applies to CaptureErrors and to exceptions of the model's own code; others are unchanged.
     """
     is_own = isinstance(error, CaptureError) or is_raised_by_model(error.__traceback__)
     if is_own and not shows_all():
@@ -136,7 +136,7 @@ def shorten(error: Exception) -> None:
 
 
 def explain(error: Exception, lines: LineMode) -> CaptureError | None:
-    """Return the CaptureError that `error` amounts to, None for one of the model's own code."""
+    """Return the CaptureError that explains `error`, or None for the model's own errors."""
     last_call = lines.last_call
     place = locate(error.__traceback__)
     at = f" at {place.line}" if place.line else ""
@@ -162,12 +162,12 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
 
 
 def _way_for_experts(trace: TracebackType | None) -> str:
-    """Return the fix if what was left is a loop over experts of transformers, "" if it is not."""
+    """Return the fix if a loop over experts of transformers failed, otherwise ""."""
     while trace is not None:
         module = trace.tb_frame.f_locals.get("self")
         config = getattr(module, "config", None)
         is_loop = getattr(config, "_experts_implementation", None) == "eager"
-        if is_loop and hasattr(module, "has_gate"):  # as its decorator of experts leaves them
+        if is_loop and hasattr(module, "has_gate"):  # set by transformers' decorator of experts
             return (
                 'call model.set_experts_implementation("grouped_mm") before compile, which '
                 "computes the same in shapes that are known in advance"

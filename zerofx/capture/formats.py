@@ -1,4 +1,4 @@
-"""In which number format a forward computes, where parameters are kept in another."""
+"""Compute formats: the number formats of a forward, if parameters are kept in another."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from zerofx.plan.fields import Patterns, covers
 def compute_dtypes(
     model: nn.Module, dtype: torch.dtype | None, modules: Patterns | None = None
 ) -> dict[str, torch.dtype]:
-    """Return the format in which each parameter is computed with, by every name it has.
+    """Return the format in which each parameter is used, under every name it has.
 
-    dtype: for the parameters of 32 or 16 bits; None leaves all in their own.
-    modules: the formats of modules that have another one, by name pattern.
+    dtype: the format for parameters of 32 or 16 bits; None keeps the format of each.
+    modules: the formats of modules that use another one, by name pattern.
 
-    Norms with running statistics keep theirs: they sum over a whole batch, and their kernels take
-    weights in the statistics' format only.
+    Norms with running statistics keep their format: they sum over a whole batch, and their kernels
+    accept weights only in the format of the statistics.
 
     Raises:
-        CaptureError: dtype is none of the formats that parameters can be cast to.
-        PlanError: a pattern covers no parameter, or a tied one has two formats.
+        CaptureError: dtype is not a format that parameters can be cast to.
+        PlanError: a pattern matches no parameter, or a tied one has two formats.
     """
     if dtype is not None and dtype not in LOW_OR_SINGLE:
         raise CaptureError(
@@ -66,22 +66,22 @@ def compute_dtypes(
 
 
 def dtype_at(path: str, dtype: torch.dtype | None, modules: Patterns | None) -> torch.dtype | None:
-    """Return the format in which a module gets its inputs when it is called by itself."""
+    """Return the format of a module's inputs when it is called on its own."""
     return (modules.match(path) if modules and path else None) or dtype
 
 
 def _keeps(module: nn.Module) -> bool:
-    """Tell whether a module normalises by statistics that it keeps."""
+    """Return whether a module normalises by running statistics."""
     return isinstance(getattr(module, "running_mean", None), Tensor)
 
 
 def cast_inputs(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> tuple[Tensor, ...]:
-    """Return a call's tensors, those of 32 or 16 bits floating-point in the compute format.
+    """Return a call's tensors, with those of 32 or 16 floating-point bits in the compute format.
 
-    One without dimensions stays as it is. It does not widen what it is computed with, and may be a
-    count that 16 bits cannot hold, such as the tokens by which transformers divides its loss. Under
-    torch.autocast all do: it casts for the operators that want it, and leaves sums along the model
-    (residual streams, norms, losses) wide.
+    A tensor without dimensions is unchanged. It does not widen the result of an operation, and may
+    be a count that 16 bits cannot hold, such as the token count by which transformers divides its
+    loss. Under torch.autocast no tensor is cast: autocast casts for the operators that need it, and
+    leaves sums along the model (residual streams, norms, losses) wide.
     """
     if dtype is None:
         return tuple(tensors)
@@ -102,11 +102,11 @@ def cast_modules(
     dtype: torch.dtype | None,
     modules: Patterns | None = None,
 ) -> dict[str, torch.dtype]:
-    """Return the modules whose floating-point inputs are cast, and to which format.
+    """Return the modules whose floating-point inputs are cast, and the format of each.
 
-    Units with parameters computed in `dtype` get theirs in it: between units a buffer in its own
-    format, say, may have widened what passes. Where some modules have another format, every module
-    with parameters gets its inputs in that of these.
+    Units with parameters computed in `dtype` receive their inputs in it, because a buffer in
+    another format may have widened a value between units. If some modules have a format of their
+    own, every module with parameters receives its inputs in the format of these parameters.
     """
     found: dict[str, torch.dtype] = {}
     if dtype is not None:
@@ -128,7 +128,7 @@ def cast_modules(
 
 
 def casting(forward: Callable[..., Any], name: str, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return a module's forward with floating-point tensors among its arguments cast."""
+    """Return a module's forward, wrapped to cast the floating-point tensors among its arguments."""
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +146,7 @@ def casting(forward: Callable[..., Any], name: str, dtype: torch.dtype) -> Calla
 
 
 def counted_writes(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[int | None]:
-    """Return how often each copy made by `cast_inputs` was written to; None for all others."""
+    """Return the number of writes to each copy made by `cast_inputs`, None for other tensors."""
     pairs = zip(tensors, given, strict=True)
     return [None if t is own or t.is_inference() else version_of(t) for own, t in pairs]
 
@@ -157,10 +157,10 @@ def check_unwritten(
     before: Sequence[int | None],
     where: str = "forward",
 ) -> None:
-    """Refuse a forward that wrote to its copy of an input: the user's tensor would not see it.
+    """Raise if a forward wrote to its cast copy of an input: the user's tensor would not change.
 
     Raises:
-        CaptureError: names the input by its place among the tensors of the call.
+        CaptureError: names the input by its position among the tensors of the call.
     """
     for i, (was, now) in enumerate(zip(before, counted_writes(tensors, given), strict=True)):
         if was != now:

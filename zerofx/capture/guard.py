@@ -1,4 +1,4 @@
-"""What cannot be captured faithfully and shows before tracing: refused by name."""
+"""Guards: errors, before tracing, for models and arguments that cannot be captured faithfully."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, fu
 
 
 def check_arguments(names: list[str], leaves: list[Any]) -> None:
-    """Refuse tensors that are not plain, and constants that cannot be part of a key.
+    """Raise on tensors that are not plain, and on constants that cannot be part of a key.
 
     Raises:
-        CaptureError: naming the argument.
+        CaptureError: names the argument.
     """
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, Tensor):
@@ -42,10 +42,10 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
 
 
 def check_constant(name: str, leaf: Any) -> None:
-    """Refuse an argument that is neither a tensor nor a hashable constant without tensors inside.
+    """Raise on an argument that is neither a tensor nor a hashable constant without tensors inside.
 
     Raises:
-        CaptureError: naming the argument.
+        CaptureError: names the argument.
     """
     inside = _hidden_tensors(leaf)
     if inside:
@@ -71,7 +71,7 @@ def check_constant(name: str, leaf: Any) -> None:
 
 
 def has_hidden_state(leaf: Any) -> bool:
-    """Tell whether an object has attributes that its hash and equality know nothing of."""
+    """Return whether an object has attributes that its hash and equality ignore."""
     kind = type(leaf)
     if isinstance(leaf, types.MethodType):  # hashes by the identity of the object
         return has_hidden_state(leaf.__self__)
@@ -82,7 +82,7 @@ def has_hidden_state(leaf: Any) -> bool:
 
 
 def _hidden_tensors(leaf: Any) -> str:
-    """Name where an object that no tree opens holds tensors, "" if it does not."""
+    """Return where an object that pytree does not open holds tensors, or "" if it holds none."""
     if isinstance(leaf, nn.Module):
         return "a module's parameters"
     for attribute, held in getattr(leaf, "__dict__", {}).items():
@@ -94,23 +94,23 @@ def _hidden_tensors(leaf: Any) -> str:
 
 
 def check_device(device: torch.device | None) -> None:
-    """Refuse to trace for a GPU where torch sees none: its fakes have no kernels to ask.
+    """Raise if the device is a GPU that torch does not see: its fakes would have no kernels.
 
     Raises:
-        CaptureError: the device is a GPU and there is none.
+        CaptureError: the device is a GPU and torch sees none.
     """
     if device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise CaptureError(
-            f"capture: device {device} is not there; to plan for GPUs without one, capture for "
+            f"capture: device {device} is not available; to plan for GPUs without one, capture for "
             "the CPU (device=None): the graph differs in a few operators only"
         )
 
 
 def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse packed sequences, whose batch sizes depend on the data.
+    """Raise on packed sequences, whose batch sizes depend on the data.
 
     Raises:
-        CaptureError: for any; the message says what to pass instead.
+        CaptureError: an argument is a PackedSequence; the message says what to pass instead.
     """
     found = pytree.tree_leaves((args, kwargs), is_leaf=lambda v: isinstance(v, PackedSequence))
     if any(isinstance(v, PackedSequence) for v in found):
@@ -121,12 +121,13 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def check_wrappers(model: nn.Module) -> None:
-    """Refuse what another way of distributing or compiling has touched, and what has no shape yet.
+    """Raise if the model is already distributed or compiled, or a parameter has no shape yet.
 
-    Before anything is sharded, because the plain module inside is what a user compiles instead.
+    This runs before anything is sharded, because the user should compile the plain module inside
+    instead.
 
     Raises:
-        CaptureError: naming the module or parameter, and what touched it.
+        CaptureError: names the module or parameter, and the framework.
     """
     for name, module in model.named_modules():
         where = name or "the model"
@@ -162,12 +163,12 @@ def check_wrappers(model: nn.Module) -> None:
 
 
 def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[str] = ()) -> None:
-    """Refuse modules and parameters that cannot be traced faithfully, among those of an entry.
+    """Raise on modules and parameters of an entry that cannot be traced faithfully.
 
-    Parameters that are ignored have what hooks they like.
+    Ignored parameters may have any hooks.
 
     Raises:
-        CaptureError: naming the module or parameter.
+        CaptureError: names the module or parameter.
     """
     check_wrappers(model)
     for name, module in entry.modules(model).items():
@@ -187,11 +188,12 @@ def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[st
 
 
 def check_graph(gm: fx.GraphModule) -> None:
-    """Refuse what only shows in the traced graph; its nodes are labelled already.
+    """Raise on problems that only the traced and labelled graph shows.
 
     Raises:
-        CaptureError: a tensor that requires grad but is no registered parameter, which
-            would silently not be trained; the message gives the line.
+        CaptureError: an operator has effects that a program would drop; or a tensor requires grad
+            but is no registered parameter, and would silently not be trained. The message gives the
+            line.
     """
     for node in gm.graph.nodes:
         line = info(node).line

@@ -1,4 +1,4 @@
-"""The module that is traced: the user's model between flat tensors in and flat tensors out."""
+"""The traced module: the user's model between flat input tensors and flat output tensors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from zerofx.compat.graphs import TreeSpec
 from zerofx.compat.tracing import is_symbolic, shown_by
 from zerofx.errors import CaptureError
 
-# Outputs of these types are the same at every call of one signature.
+# Outputs of these types are equal for all calls with one signature.
 _SCALARS = (bool, int, float, complex, str, bytes, NoneType, Enum)
 _CONSTANTS = (*_SCALARS, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass
 class Results:
-    """What the model's forward returned, as seen by the last trace.
+    """The results of the model's forward in the last trace.
 
-    tensors: leaf number of each tensor the harness hands out, in order.
+    tensors: leaf number of each tensor that the harness returns, in order.
     detached: leaf numbers of those tensors that require no grad.
     """
 
@@ -47,7 +47,7 @@ class Results:
     dropped: tuple[str, ...] = ()
 
     def keep_constant(self, number: int, leaf: Any) -> None:
-        """Record a leaf that is no tensor; one of an unknown type becomes None."""
+        """Record a leaf that is not a tensor; a leaf of an unknown type becomes None."""
         if isinstance(leaf, (Iterator, Callable, torch.distributions.Distribution)):  # type: ignore[arg-type]
             raise CaptureError(
                 f"capture: output {self.names[number]} is a {type(leaf).__name__}, which a "
@@ -64,14 +64,14 @@ class Results:
 
 
 class Harness(nn.Module):
-    """Call the model on flat tensors; return the flat tensors that the program will return.
+    """A module that calls the model on flat tensors and returns the program's flat output tensors.
 
-    numbers: the leaves that are numbers and vary, which come after the tensors.
-    ignored_dtypes: the formats of parameters among the tensors, by name; others are computed with
-        in `compute_dtype`.
+    numbers: the leaves that are varying numbers; they follow the tensors.
+    ignored_dtypes: the formats of ignored parameters among the tensors, by name; others use
+        `compute_dtype`.
 
-    changed_mode, changed_state: what a forward disturbed and was undone, "" for nothing.
-    says_compiling: what `torch.compiler.is_compiling()` tells the model.
+    changed_mode, changed_state: the change that a forward made and that was undone, or "".
+    says_compiling: the value of `torch.compiler.is_compiling()` that the model sees.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Harness(nn.Module):
         self.says_compiling = True
 
     def __call__(self, *inputs: Any) -> list[Tensor]:
-        """Call forward alone: hooks of all modules are for the user's, and this is none."""
+        """Call forward directly: global module hooks are meant for the user's modules only."""
         return self.forward(*inputs)
 
     def forward(self, *inputs: Any) -> list[Tensor]:
@@ -163,8 +163,8 @@ class Harness(nn.Module):
 class _Aliases:
     """Makes outputs independent of the parameters, the buffers and one another.
 
-    What a program returns must outlive the gathered parameters, and each differentiable output
-    needs a gradient of its own, which views of one tensor do not have in a traced graph.
+    A program's results must outlive the gathered parameters. Each differentiable output also needs
+    a gradient of its own, which views of one tensor do not have in a traced graph.
     """
 
     def __init__(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -185,9 +185,9 @@ class _Aliases:
 def find_loss(names: list[str], leaves: list[Any], must_be: bool) -> int | None:
     """Return the leaf to differentiate: the `loss` field, or the only 0-d float output.
 
-    A scalar in a field of another name, with other outputs to differentiate, may be a part of a
-    loss that the caller computes (the commitment loss of a quantizer): it counts only where the
-    plan says that there is one (`must_be`).
+    If there are other outputs to differentiate, a scalar in a field of another name may be part of
+    a loss that the caller computes (for example the commitment loss of a quantizer). Such a scalar
+    counts only if the plan says that there is a loss (`must_be`).
     """
     floats = [
         i
@@ -212,7 +212,7 @@ def find_differentiable(leaves: list[Any], loss: int | None) -> tuple[int, ...]:
 
 
 def check_output(name: str, leaf: Tensor) -> None:
-    """Refuse tensors that a program cannot return.
+    """Raise on tensors that a program cannot return.
 
     Raises:
         CaptureError: a sparse or nested tensor; the message names the output.

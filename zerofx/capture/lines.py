@@ -1,4 +1,4 @@
-"""The user's lines: which frames are theirs, and a mark of the line on every traced node."""
+"""User lines: which frames belong to the user, and the source line on every traced node."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from zerofx.errors import CaptureError
 
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(_HERE).parent)
-_DEMO = str(Path(_PACKAGE) / "tools" / "demo")  # its models are captured as a user's are
-# Folders whose functions stand between a user's line and torch's: tracing, and the runtime, which
-# watches assignments, also the user's, and has ops of its own.
+_DEMO = str(Path(_PACKAGE) / "tools" / "demo")  # its models are captured like a user's
+# Folders whose functions are between a user's line and torch's: tracing, and the runtime, which
+# intercepts attribute assignments, including the user's, and has ops of its own.
 _BETWEEN = tuple(
     str(Path(_PACKAGE) / name)
     for name in (
@@ -48,7 +48,7 @@ MODULE, LINE = "zfx_module", "zfx_line"
 
 @cache
 def is_user_file(filename: str) -> bool:
-    """Tell whether a file is neither torch's, nor this package's, nor the standard library's."""
+    """Return whether a file belongs neither to torch nor to zerofx nor to the standard library."""
     if filename.startswith((_TORCH, *_BETWEEN, "<")):
         return False
     return not filename.startswith(_STDLIB) or "site-packages" in filename
@@ -59,7 +59,7 @@ def line_text(filename: str, number: int) -> str:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return "file.py:12" of the innermost user frame from `frame` outwards, "" for none."""
+    """Return "file.py:12" of the innermost user frame from `frame` outwards, or ""."""
     while frame is not None and not is_user_file(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else line_text(frame.f_code.co_filename, frame.f_lineno)
@@ -67,9 +67,9 @@ def user_line(frame: FrameType | None) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an exception came from.
+    """The origin of an exception.
 
-    line: the innermost user's line, "" where there is none.
+    line: the innermost user line, or "" if there is none.
     is_own: the model's own code raised it, or called forward with wrong arguments.
     calls: the functions that this line went through, outermost first.
     """
@@ -104,7 +104,7 @@ def _is_model_frame(frame: FrameType) -> bool:
 
 
 def is_raised_by_model(trace: TracebackType | None) -> bool:
-    """Tell whether the innermost frame of a traceback is of the user's code."""
+    """Return whether the innermost frame of a traceback belongs to the user's code."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and _is_model_frame(trace.tb_frame)
@@ -130,11 +130,11 @@ def forward_line(forward: Callable[..., Any]) -> str:
 
 
 def check_call(name: str, args: Any, kwargs: dict[str, Any], line: str) -> None:
-    """Refuse a call that tracing would get silently wrong.
+    """Raise on a call that tracing would record incorrectly without an error.
 
     Raises:
         CaptureError: it draws from a generator of the model's own, or writes to a tensor
-            that is neither an argument, nor registered, nor made by forward.
+            that is neither an argument, nor registered, nor created by forward.
     """
     if kwargs.get("generator") is not None:
         raise CaptureError(
@@ -151,14 +151,15 @@ def check_call(name: str, args: Any, kwargs: dict[str, Any], line: str) -> None:
 
 
 class LineMode(TorchFunctionMode):
-    """Mark the nodes of every torch call with the user's line that made it.
+    """A mode that marks the nodes of every torch call with the user line that made the call.
 
-    last_call: the name of the function called last, for errors.
-    text_line: where a tensor was first turned into text, "" if none was.
+    last_call: the name of the most recently called function, for errors.
+    text_line: the line where a tensor was first formatted as text, or "".
     constants: tensors that forward reads and that are neither arguments nor registered, by id.
-    seeded_at: the line of the first call under another seed than the first call's, "" for none.
-    checks: line -> (what a tensor asked there is taken to be, what the model raises if it is not).
-    undecided: the line that asked for the truth of a tensor that varies, "" for none.
+    seeded_at: the line of the first call under a seed that differs from the first call's, or "".
+    checks: line -> (the assumed value of a tensor tested there, the message that the model raises
+        otherwise).
+    undecided: the line that tested the truth of a tensor that varies, or "".
     """
 
     last_call = ""
@@ -173,7 +174,7 @@ class LineMode(TorchFunctionMode):
         self._seed = torch.initial_seed()
 
     def show(self, tensor: Tensor) -> str:
-        """Return a traced tensor as text, which has no values; take note of the user's line."""
+        """Return a traced tensor as text without values, and record the user's line."""
         self.text_line = self.text_line or user_line(sys._getframe(1))
         return f"tensor(..., size={tuple(tensor.shape)}, dtype={tensor.dtype})"
 
@@ -199,7 +200,7 @@ class LineMode(TorchFunctionMode):
                 raise
 
     def _taken(self, tensor: Tensor, value: bool, said: str) -> bool:
-        """Take a tensor that varies to be true, or false, which the program asserts."""
+        """Assume that a tensor that varies is true, or false, and make the program assert it."""
         assert_async(tensor.bool() if value else tensor.logical_not(), said)
         return value
 
@@ -212,10 +213,10 @@ def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def find_line(run: Callable[[], Any], has_happened: Callable[[], bool]) -> str:
-    """Run again, watching line by line, and return the user's line after which something held.
+    """Rerun with line tracing, and return the user line after which a condition holds.
 
-    Only for error messages: the call that moved a generator or set an attribute has returned long
-    before that is noticed.
+    Only for error messages: the call that moved a generator or set an attribute returned long
+    before the change was noticed.
     """
     last, found = "", ""
 

@@ -1,4 +1,4 @@
-"""What of a model a program depends on, read at every call: flags, buffers, plain attributes."""
+"""Model state: the flags, buffers and plain attributes that a program depends on."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from zerofx.compat.modules import CONTAINERS, forward_hooks, own_buffers
 from zerofx.compat.tensors import DisableTorchFunctionSubclass
 from zerofx.compat.tracing import is_traced
 
-# -- Settings that a forward reads past the module's plain attributes: a program has them baked in
-# These are the entries of lists, dicts and config objects that a module holds, globals, closures
-# and attributes of classes. Which of them a forward may read is told by names: an entry counts if
-# the code that forward can reach names it. Values of other kinds than numbers, strings, dtypes and
-# devices are not looked at.
+# -- Settings that a forward reads besides its modules' plain attributes: constants of the program -
+# These are entries of lists, dicts and config objects that a module holds, globals, closures
+# and attributes of classes. Whether forward may read one is decided by name: an entry counts if
+# code that forward can reach mentions its name. Only numbers, strings, dtypes and
+# devices are considered.
 
 
-DEPTH = 3  # of containers in containers
-MOST = 64  # entries of a container that is taken for settings
+DEPTH = 3  # nesting depth of containers
+MOST = 64  # most entries of a container of settings
 _CONTAINERS = (list, dict)
 _TORCH = ("torch", "builtins")
 _NO_SETTINGS = (nn.Module, Tensor, type, types.FunctionType, types.BuiltinFunctionType)
 
 
 class Reach:
-    """The code that the forwards of a model can reach, by name, outside torch.
+    """The code outside torch that the forwards of a model can reach, determined by name.
 
-    names: what it names: attributes, globals, and strings, which may be keys.
-    called: a method that is called besides the forwards.
+    names: the names in that code: attributes, globals, and strings, which may be keys.
+    called: a method that is called in addition to the forwards.
     """
 
     def __init__(self, modules: dict[str, nn.Module], called: Any = None) -> None:
@@ -84,7 +84,7 @@ class Reach:
 
 
 class Settings:
-    """The settings of a model that lie outside its modules' plain attributes."""
+    """The settings of a model outside of its modules' plain attributes."""
 
     def __init__(
         self, modules: dict[str, nn.Module], is_plain: Callable[[Any], bool], called: Any = None
@@ -105,7 +105,7 @@ class Settings:
         self._left_out: set[str] = set()
 
     def look(self, modules: dict[str, nn.Module], ours: frozenset[str]) -> None:
-        """Find the settings in what the modules hold now."""
+        """Find the settings in the modules' present values."""
         self._slots, self._seen = list(self._fixed), set(self._fixed_seen)
         for path, module in modules.items():
             for name, value in vars(module).items():
@@ -117,18 +117,18 @@ class Settings:
         self._slots = [slot for slot in self._slots if slot[0] not in self._left_out]
 
     def leave_out(self, labels: Iterable[str]) -> None:
-        """Look at these no longer."""
+        """Stop reading the settings with these labels."""
         self._left_out.update(labels)
 
     def read(self) -> list[Any]:
-        """Return the values as of now, None where a setting is gone."""
+        """Return the present values, with None for a setting that no longer exists."""
         return [get() for _, get in self._slots]
 
     def labels(self) -> list[str]:
         return [label for label, _ in self._slots]
 
     def leaked(self) -> list[str]:
-        """Return which lists and dicts outside the modules hold tensors of a trace."""
+        """Return the lists and dicts outside the modules that hold tensors of a trace."""
         return [
             label
             for label, held in self._kept_in
@@ -136,7 +136,7 @@ class Settings:
         ]
 
     def may_read(self, name: str) -> bool:
-        """Tell whether the code that forward reaches names an attribute."""
+        """Return whether code that forward reaches mentions an attribute."""
         return name in self._reach.names
 
     def _of_function(self, function: types.FunctionType) -> None:
@@ -160,14 +160,14 @@ class Settings:
             self._entries(label, value, depth + 1)
 
     def _entries(self, label: str, value: Any, depth: int, is_class: bool = False) -> None:
-        """Take in the entries of a container or a config object, once."""
+        """Add the entries of a container or a config object, once."""
         if type(value) in _CONTAINERS or is_class:
             holder = value
         elif isinstance(value, _NO_SETTINGS) or not _is_config(value):
             return
         else:
             holder = vars(value)
-        is_named = holder is not value or is_class  # attributes, of which only those named count
+        is_named = holder is not value or is_class  # attributes: only the mentioned ones count
         if id(holder) in self._seen or (len(holder) > MOST and not is_named):
             return
         self._seen.add(id(holder))
@@ -177,7 +177,7 @@ class Settings:
         for key in keys:
             if is_named and key not in self._reach.names:
                 continue
-            if is_class:  # of a class its plain attributes; methods are code
+            if is_class:  # only plain attributes of a class; methods are code
                 if self._is_plain(holder[key]) or type(holder[key]) in _CONTAINERS:
                     self._setting(f"{label}{key}", holder, key, depth)
                 continue
@@ -186,7 +186,7 @@ class Settings:
 
 
 class _Entry:
-    """Reads one entry of a list or a dict."""
+    """A reader of one entry of a list or a dict."""
 
     __slots__ = ("_holder", "_key")
 
@@ -201,7 +201,7 @@ class _Entry:
 
 
 class _Length:
-    """Reads how many entries a container has."""
+    """A reader of the length of a container."""
 
     __slots__ = ("_holder",)
 
@@ -213,7 +213,7 @@ class _Length:
 
 
 class _Cell:
-    """Reads a variable of an enclosing function."""
+    """A reader of a variable of an enclosing function."""
 
     __slots__ = ("_cell",)
 
@@ -232,7 +232,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _is_config(value: Any) -> bool:
-    """Tell whether an object's attributes may be settings: one of the user's, or a namespace."""
+    """Return whether an object may hold settings: an object of a user's class, or a namespace."""
     if isinstance(value, types.ModuleType):
         return is_user_file(getattr(value, "__file__", None) or "<")
     kind = type(value)
@@ -247,9 +247,9 @@ def _is_user_class(kind: type) -> bool:
 
 
 def _globals_of(code: types.CodeType) -> Iterator[str]:
-    """Yield the globals that a function reads, and not the attributes that have such names.
+    """Yield the globals that a function reads, but not attributes with the same names.
 
-    A script's own loop variables are globals too, and change at every step.
+    The loop variables of a script are globals too, and change at every step.
     """
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -260,7 +260,7 @@ def _globals_of(code: types.CodeType) -> Iterator[str]:
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
-    """Yield what a function names: attributes, globals, and strings, which may be keys."""
+    """Yield the names in a function: attributes, globals, and strings, which may be keys."""
     yield from code.co_names
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
@@ -269,7 +269,7 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield value
 
 
-# -- What of a model a program depends on, read at every call: flags, buffers, plain attributes ----
+# -- The model state that a program depends on, read at every call: flags, buffers, attributes -----
 
 
 PLAIN = frozenset({int, bool, str, type(None), bytes, torch.dtype, torch.device})
@@ -283,8 +283,8 @@ _requires_grad = attrgetter("requires_grad")
 class Reading:
     """Named values of a model at one time, as part of a key.
 
-    A new reading is made only if a value has changed: calls in a row share one, which is
-    compared by identity and has been hashed before.
+    A new reading is created only if a value has changed. Successive calls share one reading, which
+    is compared by identity and hashed once.
     """
 
     __slots__ = ("_hash", "named")
@@ -303,9 +303,9 @@ class Reading:
 
 
 class ModelState:
-    """The part of a signature that lies in the model; holds its modules and parameters by list.
+    """The model's part of a signature; holds its modules and parameters in lists.
 
-    entry: of whose modules and parameters.
+    entry: the function whose modules and parameters count.
     """
 
     def __init__(self, model: nn.Module, entry: Entry = MODEL) -> None:
@@ -318,25 +318,26 @@ class ModelState:
         self.param_names, self._params = tuple(params), list(params.values())
 
     def leave_out(self, attributes: Iterable[tuple[str, str]]) -> None:
-        """Leave out of keys the attributes, by (module, name), that forward only sets."""
+        """Exclude from keys the attributes, given by (module, name), that forward only sets."""
         self._attributes.leave_out(attributes)
 
     def leave_out_changed(self) -> list[str]:
-        """Leave settings out of keys that a forward has changed itself; return their names."""
+        """Exclude from keys the settings that a forward has changed itself; return their names."""
         return self._attributes.leave_out_changed()
 
     def leaked(self) -> list[str]:
-        """Return which lists and dicts outside the modules hold tensors of a trace."""
+        """Return the lists and dicts outside the modules that hold tensors of a trace."""
         return self._attributes.leaked()
 
     def may_read(self, name: str) -> bool:
-        """Tell whether the code that forward reaches names an attribute of a module's own."""
+        """Return whether code that forward reaches mentions a module attribute of this name."""
         return name not in _OF_EVERY_MODULE and self._attributes.may_read(name)
 
     def read(self) -> tuple[bytes, bytes, Reading, Reading]:
-        """Return (training, trainable, buffers, attributes) as of now.
+        """Return the present (training, trainable, buffers, attributes).
 
-        At about 25 ns a module and a parameter for the flags, 50 ns an attribute, 0.4 us a buffer.
+        Costs about 25 ns per module and per parameter for the flags, 50 ns per attribute and 0.4 us
+        per buffer.
         """
         with DisableTorchFunctionSubclass():
             return (
@@ -348,7 +349,7 @@ class ModelState:
 
 
 class Buffers:
-    """The form of every buffer, and which names are one tensor: regions rely on both."""
+    """The form of every buffer, and which names share one tensor: regions rely on both."""
 
     def __init__(self, modules: dict[str, nn.Module]) -> None:
         self._holders = [(name, own_buffers(module)) for name, module in modules.items()]
@@ -379,10 +380,10 @@ class Buffers:
 
 
 class Attributes:
-    """The modules' own attributes: a program has the values of plain ones baked in.
+    """The modules' own attributes: the values of plain ones are constants of a program.
 
-    Plain are numbers, strings, functions, classes and tuples of them. Inside lists, dicts and
-    config objects, and outside the modules, `Settings` says what is looked at.
+    Plain are numbers, strings, functions, classes and tuples of them. `Settings` covers lists,
+    dicts, config objects and everything outside the modules.
     """
 
     def __init__(self, modules: dict[str, nn.Module], called: Any = None) -> None:
@@ -396,7 +397,7 @@ class Attributes:
         self._reading = Reading()
 
     def read(self) -> Reading:
-        """Return the attributes as of now; only those that were replaced cost more than a look."""
+        """Return the present attributes; unchanged ones cost only a comparison."""
         if list(map(len, self._dicts)) != self._counts or not self._is_as_before():
             self._look()
         return self._reading
@@ -404,7 +405,7 @@ class Attributes:
     def _is_as_before(self) -> bool:
         try:
             now = [*chain.from_iterable([get(own) for get, own in self._getters])]
-        except KeyError:  # an attribute went and another came
+        except KeyError:  # one attribute was removed and another added
             return False
         now += self._settings.read()
         return len(now) == len(self._values) and all(map(is_, now, self._values))
@@ -417,7 +418,7 @@ class Attributes:
             left_out = _OF_EVERY_MODULE | {n for path, n in self._left_out if path == prefix}
             names = [n for n in own if n not in left_out]
             if names:
-                get = itemgetter(*names, _ANY)  # two names at least, so that it is a tuple
+                get = itemgetter(*names, _ANY)  # at least two names, so that the result is a tuple
                 self._getters.append((get, own))
                 self._values += get(own)
                 named += [(_join(prefix, n), _attribute_key(own[n])) for n in names]
@@ -429,7 +430,7 @@ class Attributes:
         self._reading = Reading(tuple(named))
 
     def leave_out(self, attributes: Iterable[tuple[str, str]]) -> None:
-        """Look no longer at these, by (module, name)."""
+        """Stop reading the attributes given by (module, name)."""
         self._left_out.update(attributes)
         self._counts = []
 
@@ -440,10 +441,10 @@ class Attributes:
         return self._settings.may_read(name)
 
     def leave_out_changed(self) -> list[str]:
-        """Look no longer at settings that are not as they were read; return their labels.
+        """Stop reading settings that changed since they were read; return their labels.
 
-        One that was None has been given its default (`config.problem_type` of transformers): it
-        is looked at with its new value.
+        A setting that was None has received its default (`config.problem_type` of transformers) and
+        is kept with its new value.
         """
         labels, now = self._settings.labels(), self._settings.read()
         before = self._values[len(self._values) - len(now) :]
@@ -456,19 +457,19 @@ class Attributes:
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value is a number, a string, or another that a program can have baked in."""
+    """Return whether a value is a number, a string, or another constant for a program."""
     return type(value) in PLAIN or isinstance(value, (float, complex, enum.Enum))
 
 
 def tensor_key(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what a program relies on in a tensor that it is given."""
+    """Return the properties of an input tensor that a program relies on."""
     return (
         "tensor", tensor.shape, tensor.dtype, tensor.stride(), tensor.device, tensor.requires_grad
     )  # fmt: skip
 
 
 def number_key(value: float | complex) -> tuple[type, Any]:
-    """Return a key that tells -0.0 from 0.0, and knows a NaN again."""
+    """Return a key that distinguishes -0.0 from 0.0 and treats all NaNs as equal."""
     kind = type(value)
     if isinstance(value, complex):
         return kind, str(value)

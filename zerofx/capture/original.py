@@ -1,14 +1,14 @@
-"""What programs are made of: the functions of a model, and the model as it was before compile.
+"""The originals of programs: the functions of a model, and the model before compile.
 
-An entry is a function that is called from outside; each has programs of its own. The model's
-forward is one. A submodule that the user, or code which runs eagerly, calls is another, and so is a
-method that reads parameters. A module's parameters as they stand, whole, are one too: a program
-that gathers them, and in backward reduces their gradients.
+An entry is a function that is called from outside; each entry has programs of its own. The model's
+forward is one. A submodule called by the user, or by code that runs eagerly, is another, and so is
+a method that reads parameters. The whole parameters of a module are an entry too: its program
+gathers them and, in backward, reduces their gradients.
 
-A compiled model is the user's own object with another class (`zerofx.model.module`). To call what
-the user wrote, the object has its old class again for that long. So `self` in a forward is the very
-model: `super()`, other methods, slots, references back from submodules and attributes that forward
-sets are those of the model, and no call of `self(...)` comes back to the programs.
+A compiled model is the user's own object with another class (`zerofx.model.module`). While zerofx
+calls the user's code, the object has its original class again. `self` in a forward is therefore the
+model itself: `super()`, other methods, slots, references from submodules and attributes that
+forward sets belong to the model, and no call of `self(...)` reaches the programs.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from zerofx.compat.modules import (
 # -- The functions of a model that are called from outside -----------------------------------------
 
 
-OWN, ALL = "its parameters", "all its parameters"  # what stands in the place of a method's name
+OWN, ALL = "its parameters", "all its parameters"  # used in place of a method's name
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A function of a model: the method of a module of its.
+    """A function of a model: a method of one of its modules.
 
     path: the module's qualified name, "" for the model itself.
-    method: `OWN` means the parameters that the module itself registers, `ALL` those of modules in
-        it too.
+    method: `OWN` means the parameters that the module itself registers, `ALL` also those of its
+        submodules.
     """
 
     path: str = ""
@@ -56,7 +56,7 @@ class Entry:
 
     @property
     def is_model(self) -> bool:
-        """Whether it is the model's forward."""
+        """Whether the entry is the model's forward."""
         return self == MODEL
 
     @property
@@ -78,22 +78,22 @@ class Entry:
         return dict(named)
 
     def function(self, model: nn.Module) -> Callable[..., Any]:
-        """Return what the user wrote."""
+        """Return the user's function."""
         module = self.module(model)
         if self.is_parameters:
             return lambda: _parameters(module, self.method)
         return getattr(module, self.method)
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call it as eager PyTorch does, a forward with its hooks."""
-        if self.method == "forward" and self.path:  # past the programs of its calls
+        """Call the function as eager PyTorch does: a forward runs with its hooks."""
+        if self.method == "forward" and self.path:  # bypasses the programs of the submodule
             return call_uncompiled(self.module(model), args, kwargs)
         if self.is_model:
             return model(*args, **kwargs)
         return self.function(model)(*args, **kwargs)
 
     def describe(self, model: nn.Module) -> str:
-        """Name it for errors and titles: `GPT`, `GPT.blocks.3`, `GPT.generate`."""
+        """Name the entry for errors and titles: `GPT`, `GPT.blocks.3`, `GPT.generate`."""
         kind = type(model).__name__
         return (
             f"{kind}{self}"
@@ -113,15 +113,15 @@ def _parameters(module: nn.Module, which: str) -> list[Any]:
     return list(found.values())
 
 
-# -- The model behind a compiled one: capture runs it, a copy is made of it ------------------------
+# -- The original of a compiled model: capture runs it, and copies are made from it ----------------
 
 
-SLOT = "_zerofx"  # the attribute of a compiled model that has all of zerofx's own
+SLOT = "_zerofx"  # the attribute of a compiled model that holds all zerofx state
 
 
 @dataclass(frozen=True)
 class Place:
-    """A parameter of a module under one of its names, and the whole tensor that stands in for it.
+    """A parameter of a module under one of its names, and the whole tensor that replaces it.
 
     whole: None until there is one.
     """
@@ -138,15 +138,15 @@ def _put(places: list[Place], is_whole: bool) -> None:
 
 
 class Original:
-    """How a model was called before it was compiled: its class, its own hooks, its own forward.
+    """The model's interface before it was compiled: its class, its own hooks, its own forward.
 
-    Hooks that the model has by then are part of what is captured, as those of its submodules are:
-    some make a parameter (weight_norm). The model is left without them. Hooks that it gets later
-    run around the program and see values, and so do hooks of all modules, which capture therefore
-    does not call for the model itself.
+    Hooks that the model has at compile time are captured, like those of its submodules: some
+    compute a parameter (weight_norm). They are removed from the compiled model. Hooks registered
+    later run around the program and see real values. So do global module hooks, which capture
+    therefore does not call for the model itself.
 
     kind: the user's class.
-    is_captured: all of the model is as it was, so that no call of a submodule goes to a program.
+    is_captured: the whole model is restored, so that no call of a submodule reaches a program.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -158,16 +158,16 @@ class Original:
 
     @property
     def is_whole_in_part(self) -> bool:
-        """Whether whole tensors stand in for some of the parameters."""
+        """Whether whole tensors replace some of the parameters."""
         return bool(self._standing)
 
     def is_whole(self, param: nn.Parameter) -> bool:
-        """Tell whether a whole tensor stands in for a parameter somewhere."""
+        """Return whether a whole tensor replaces a parameter anywhere."""
         return any(place.param is param for places in self._standing for place in places)
 
     @contextlib.contextmanager
     def standing_in(self, places: list[Place]) -> Iterator[None]:
-        """Put whole tensors in the places of parameters, except where the model is captured."""
+        """Replace parameters by whole tensors, except while the model is being captured."""
         self._standing.append(places)
         _put(places, is_whole=True)
         try:
@@ -180,7 +180,7 @@ class Original:
 
     @contextlib.contextmanager
     def captured(self, model: nn.Module) -> Iterator[None]:
-        """Make all of the model what it was; no call of a submodule goes to a program."""
+        """Restore the whole original model; no call of a submodule reaches a program."""
         for places in reversed(self._standing):
             _put(places, is_whole=False)
         self.is_captured = True
@@ -194,7 +194,7 @@ class Original:
 
     @contextlib.contextmanager
     def restored(self, model: nn.Module) -> Iterator[None]:
-        """Make the model what it was; afterwards it is compiled again."""
+        """Restore the original model for the duration of the block; then compile it again."""
         compiled, later = type(model), call_entries(model)
         set_class(model, self.kind)
         put_call_entries(model, self._entries)
@@ -207,13 +207,13 @@ class Original:
 
 
 def set_class(model: nn.Module, kind: type) -> None:
-    """Change the class of an object, past any `__setattr__` of its own."""
+    """Change the class of an object, bypassing any `__setattr__` of its own."""
     object.__setattr__(model, "__class__", kind)
 
 
 @contextlib.contextmanager
 def original(model: nn.Module) -> Iterator[None]:
-    """Make a model what it was before it was compiled, if it is compiled, for as long as asked."""
+    """Restore a compiled model to its original for the duration of the block."""
     added: Any = model.__dict__.get(SLOT)
     if added is None or added.original.is_captured:
         yield

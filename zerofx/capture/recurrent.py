@@ -1,4 +1,4 @@
-"""Keep the recurrent layers of a forward whole: one node a layer instead of one a step and gate."""
+"""Recurrent layers: keep them whole, as one node per layer instead of one per step and gate."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from zerofx.kernels.recurrent import MODES, recurrent
 
 
 def is_recurrent(func: Any, args: tuple[Any, ...]) -> bool:
-    """Tell whether a torch call is a recurrent stack on a padded batch.
+    """Return whether a torch call is a recurrent stack on a padded batch.
 
-    A packed one depends on its lengths; under autocast torch casts inside its own call.
+    A packed batch depends on its lengths; under autocast, torch casts inside the call.
     """
     name = getattr(func, "__name__", "")
     if name not in MODES or func is not MODES[name] or not args:
@@ -24,7 +24,7 @@ def is_recurrent(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def run_recurrent(name: str, args: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Run a stack layer by layer, with dropout between them as torch places it."""
+    """Run a stack layer by layer, with dropout between the layers as in torch."""
     x, state, weights, has_biases, layers, dropout, training, is_bidirectional, batch_first = args
     hidden = tuple(state) if name == "lstm" else (state,)
     directions = 2 if is_bidirectional else 1

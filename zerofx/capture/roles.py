@@ -1,4 +1,4 @@
-"""Turn a traced graph into zerofx's terms: an Info on every node, roles, named outputs."""
+"""Roles: labels for a traced graph: an Info on every node, roles, named outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ROLES = {
 
 
 def label_nodes(gm: fx.GraphModule, unit_of: Callable[[str], str]) -> None:
-    """Set phase, module, line, unit and randomness of every node but the placeholders'."""
+    """Set phase, module, line, unit and randomness of every node except the placeholders."""
     by_seq: dict[int | None, Info] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -76,10 +76,10 @@ def _inherit(
 
 @dataclass(frozen=True)
 class Names:
-    """What the traced call's positions and names are to the user.
+    """The user's names for the positions and names of the traced call.
 
-    units: parameter -> unit. buffers: each of a buffer's names -> its first one.
-    numbers: the leaves that are numbers and vary, which the graph takes after the tensors.
+    units: parameter -> unit. buffers: each name of a buffer -> its first one.
+    numbers: the leaves that are varying numbers, which the graph takes after the tensors.
     """
 
     call: Call
@@ -89,7 +89,7 @@ class Names:
     numbers: tuple[int, ...] = ()
 
     def place(self, role: Role, what: Any) -> tuple[str, int]:
-        """Return (name, index) of what the tracer calls `what`."""
+        """Return (name, index) for the tracer's identifier `what`."""
         if role in (Role.INPUT, Role.INPUT_GRAD, Role.INPUT_UPDATE):
             index = (*self.call.tensors, *self.numbers)[what]
             return self.call.names[index], index
@@ -103,7 +103,7 @@ class Names:
 def label_placeholders(gm: fx.GraphModule, names: Names) -> None:
     """Set the role, name and index of every placeholder; drop those that nothing reads.
 
-    The names of one buffer become one placeholder. (Those of a parameter stay apart, with a
+    The names of one buffer become one placeholder. (Those of a parameter remain separate, with a
     gradient each, until `merge-tied`.)
     """
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
@@ -129,7 +129,7 @@ def label_placeholders(gm: fx.GraphModule, names: Names) -> None:
 
 
 def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
-    """Say what each element of the output tuple stands for; drop gradients that are None."""
+    """Describe each element of the output tuple; drop gradients that are None."""
     output = gm.graph.output_node()
     kept: list[fx.Node] = []
     infos: list[OutputInfo] = []

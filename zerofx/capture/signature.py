@@ -1,4 +1,4 @@
-"""The key of a call: two calls of one model with equal keys run the same program."""
+"""Signatures: the key of a call. Calls of one model with equal keys run the same program."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _MODE_NAMES = (
 
 
 class Signature(NamedTuple):
-    """What a program depends on, besides the model's code.
+    """The properties that a program depends on, besides the model's code.
 
-    args, kwargs: a key for each argument: of tensors ("tensor", shape, dtype, strides, device,
-        requires_grad), of constants (type, value), of containers those of their leaves.
-    modes: `_MODE_NAMES` in order; autocast is (device, dtype, cache) or None.
-    training, trainable: a byte for each submodule (parameter), in registration order.
-    buffers, attributes: forms of the buffers; values of the modules' plain attributes.
-    entry: which function of the model is called; the other fields are of what that reaches.
+    args, kwargs: a key for each argument. For a tensor: ("tensor", shape, dtype, strides, device,
+        requires_grad); for a constant: (type, value); for a container: the keys of its leaves.
+    modes: the values of `_MODE_NAMES` in order; autocast is (device, dtype, cache) or None.
+    training, trainable: one byte per submodule (parameter), in registration order.
+    buffers, attributes: the forms of the buffers; the values of the modules' plain attributes.
+    entry: the function of the model that is called; the other fields cover what it reaches.
     """
 
     args: tuple[Any, ...]
@@ -77,7 +77,7 @@ def _key(value: Any) -> Any:
 
 
 def _open_key(value: Any) -> Any:
-    """Key of a value that pytree opens (records, named tuples, mappings), or of a constant."""
+    """Return the key of a constant, or of a record, named tuple or mapping that pytree opens."""
     if isinstance(value, Tensor):
         return type(value), value.shape, value.dtype, value.device, value.requires_grad
     names, leaves, _ = trees.flatten_named(value)
@@ -109,10 +109,10 @@ def _autocast(device_type: str) -> Any:
 
 
 def describe_sizes(signature: Signature) -> str:
-    """Describe in what calls of equal models may differ from rank to rank.
+    """Describe the part of a signature that may differ from rank to rank.
 
-    These are the shapes of tensors among the arguments and the buffers, and the values of the other
-    arguments. Dtypes, modes and flags are not among them.
+    It consists of the shapes of tensors among the arguments and the buffers, and the values of the
+    other arguments. It does not include dtypes, modes and flags.
     """
     return _sizes((signature.args, signature.kwargs, tuple(signature.buffers.named)))
 
@@ -137,9 +137,9 @@ def _unhashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
 
 
 def describe_difference(new: Signature, old: Signature, state: ModelState) -> str:
-    """Say in what two calls differ: `x.shape[1]: 16, was 12`.
+    """Describe how two calls differ: `x.shape[1]: 16, was 12`.
 
-    Every difference is named; "nothing" where there is none.
+    Every difference is listed; the result is "nothing" if there is none.
     """
     found: list[str] = []
     if len(new.args) != len(old.args):
@@ -175,7 +175,7 @@ def _flags(what: str, names: tuple[str, ...], new: bytes, old: bytes) -> list[st
 
 
 def _reading_differences(what: str, new: Reading, old: Reading) -> list[str]:
-    """Compare two readings of the model: those of one of its copy, too, name for name."""
+    """Compare two readings by name; they may come from a model and a copy of it."""
     if new == old:
         return []
     mine, theirs = dict(new.named), dict(old.named)

@@ -1,4 +1,4 @@
-"""Stand fake tensors in for a module's parameters and buffers, and put everything back."""
+"""State swaps: fake tensors replace a module's state, which is restored exactly."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ Meta = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 class StateSwap:
-    """Fakes for the whole state of a module, one for each distinct tensor.
+    """Fakes for the whole state of a module, one per distinct tensor.
 
-    Inside `installed()` the module tree's dictionaries hold the fakes (tied names the same one),
-    and afterwards again exactly what they held before, the modules' own attributes included.
+    Inside `installed()` the dictionaries of the module tree hold the fakes (one fake for all tied
+    names). Afterwards they hold exactly their previous values again, including the modules' own
+    attributes.
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class StateSwap:
         self._slots: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         self._ignored: list[tuple[dict[str, Any], str, Tensor, str]] = []  # by their first name
         first: dict[int, str] = {}
-        self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of what is swapped out
+        self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of the original tensors
         self._buffers = list(model.named_buffers(remove_duplicate=False))
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:
@@ -84,7 +85,7 @@ class StateSwap:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Swap the fakes in; undo that and every change of a module's attributes afterwards."""
+        """Install the fakes; afterwards restore them and every changed module attribute."""
         self._held = [Held.of(module) for _, module in self._modules]
         holders = [h for _, m in self._modules for h in (own_parameters(m), own_buffers(m))]
         before = [dict(holder) for holder in holders]
@@ -102,7 +103,8 @@ class StateSwap:
 
     @contextlib.contextmanager
     def given(self, params: Mapping[str, Tensor]) -> Iterator[None]:
-        """Let modules hold what a call gives for their ignored parameters, by first name."""
+        """Make modules hold the tensors that a call passes for ignored parameters, by first
+        name."""
         places = [(h, k, name) for h, k, _, name in self._ignored if name in params]
         try:
             for holder, key, name in places:
@@ -113,7 +115,7 @@ class StateSwap:
                 holder.pop(key, None)
 
     def has_read_updated(self, gm: fx.GraphModule) -> bool:
-        """Tell whether a trace depends on the value of a buffer that it updates."""
+        """Return whether a trace depends on the value of a buffer that it updates."""
         results = describe_results(gm.graph.output_node())
         updated = {str(name) for kind, name in results if kind == "buffer-update"}
         return any(
@@ -121,24 +123,24 @@ class StateSwap:
         )
 
     def is_disturbed(self) -> bool:
-        """Tell whether something else than the fakes is registered now."""
+        """Return whether anything other than the fakes is registered now."""
         count = sum(len(own_parameters(m)) + len(own_buffers(m)) for _, m in self._modules)
         return count != self._count or any(h.get(k) is not f for h, k, _, f in self._slots)
 
     def reset_attributes(self) -> None:
-        """Put back every module's attributes and children."""
+        """Restore every module's attributes and children."""
         for held in self._held:
             held.restore()
 
     def changed_attribute(self) -> tuple[str, Held] | None:
-        """Return (qualified name, what its module held) of an attribute that changed, or None."""
+        """Return (qualified name, the module's snapshot) of an attribute that changed, or None."""
         for (name, _), held in zip(self._modules, self._held, strict=True):
             for attribute in held.changed():
                 return (f"{name}.{attribute}" if name else attribute), held
         return None
 
     def changes(self) -> list[Change] | None:
-        """Return what a forward has left in attributes, None if no later call can find that."""
+        """Return a forward's changes to attributes, or None if a later call cannot find them."""
         found: list[Change] = []
         for (name, _), held in zip(self._modules, self._held, strict=True):
             of_module = changes_of(name, held, self._mode.known.value_of)
@@ -149,7 +151,7 @@ class StateSwap:
 
     @contextlib.contextmanager
     def after(self, changes: Sequence[Change]) -> Iterator[None]:
-        """Let forwards begin with these values in attributes."""
+        """Make forwards begin with these values in attributes."""
         before = self._held
         self.reset_attributes()
         for change in changes:
@@ -162,12 +164,12 @@ class StateSwap:
             self.reset_attributes()
 
     def reads(self, changes: Sequence[Change], run: Callable[[], None]) -> bool:
-        """Tell whether a forward looks at what some attributes had before it sets them."""
+        """Return whether a forward reads the previous values of attributes that it sets."""
         hidden = [replace(change, value=Unreadable()) for change in changes]
         with self.after(hidden), self._mode.known.apart():
             try:
                 run()
-            except Exception:  # noqa: BLE001 - whatever came of an object without a value
+            except Exception:  # noqa: BLE001 - any effect of an object without a value
                 return True
             left = {(c.path, c.name): c for c in self.changes() or ()}
             return any(not is_alike(left.get((c.path, c.name)), c) for c in changes)
@@ -193,16 +195,16 @@ class StateSwap:
 
 
 class Links:
-    """Attributes that hold a tensor which a module also registers (`nn.LSTM` keeps such a list)."""
+    """Attributes that hold a tensor which a module also registers (`nn.LSTM` has such a list)."""
 
     def __init__(self, links: list[tuple[Any, Any, Any, dict[str, Any], str]]) -> None:
         self._links = links
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Point every link at whatever stands in for its tensor now."""
+        """Point every link at the current replacement of its tensor."""
         for container, key, tensor, holder, name in self._links:
-            container[key] = holder.get(name, tensor)  # it may be ignored, and not of this entry
+            container[key] = holder.get(name, tensor)  # it may be ignored and outside of this entry
         try:
             yield
         finally:
@@ -211,7 +213,7 @@ class Links:
 
 
 class State:
-    """The registered parameters and buffers of a model as one forward finds them."""
+    """The registered parameters and buffers of a model before one forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self._slots = [
@@ -223,9 +225,9 @@ class State:
         self._holders = [h for m in model.modules() for h in (own_parameters(m), own_buffers(m))]
 
     def settle(self) -> str:
-        """Make the rebinding of a buffer an update of it, as eager's next call would see it.
+        """Convert the rebinding of a buffer to an update of it, which eager's next call would see.
 
-        All else is undone; returns what that was ("rebinds fc.weight"), "" for nothing.
+        Every other change is undone. Return a description of it ("rebinds fc.weight"), or "".
         """
         undone = ""
         for name, holder, key, tensor in self._slots:
@@ -259,9 +261,9 @@ def _restore(holder: dict[str, Any], held: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def annotated(model: nn.Module, casts: Mapping[str, torch.dtype] | None = None) -> Iterator[None]:
-    """Mark every node that a submodule's forward makes with the submodule's qualified name.
+    """Mark every node that a submodule's forward creates with the submodule's qualified name.
 
-    casts: the format in which modules get their floating-point inputs.
+    casts: the format in which modules receive their floating-point inputs.
     """
     wrapped: list[tuple[nn.Module, bool, Any]] = []
     try:
@@ -295,7 +297,8 @@ def _marking(forward: Any, name: str) -> Any:
 def _averaging(norm: BatchNorm, forward: Any) -> Any:
     """Keep the cumulative averages of a batch norm without a momentum, whose weight is a number.
 
-    The weight of a batch is 1 / (how many there were): a buffer's value, which is a tensor here.
+    The weight of a batch is 1 / (number of batches so far). That is a buffer's value, which is a
+    tensor here.
     """
 
     @functools.wraps(forward)
@@ -306,7 +309,7 @@ def _averaging(norm: BatchNorm, forward: Any) -> Any:
         buffers = own_buffers(norm)
         averages = {key: buffers[key] for key in ("running_mean", "running_var")}
         buffers.update({key: old.clone() for key, old in averages.items()})
-        norm.momentum = 1.0  # for this batch's own
+        norm.momentum = 1.0  # to obtain this batch's own statistics
         try:
             out = forward(*args, **kwargs)
             latest = {key: buffers[key] for key in averages}

@@ -1,4 +1,4 @@
-"""Units: the modules whose parameters travel together, by default one repeated block each."""
+"""Units: the modules whose parameters share collectives; by default one repeated block each."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str] = "auto") -> dict[str, str]:
-    """Return the unit of every parameter, by name; a tied name has its first name's unit.
+    """Return the unit of every parameter, by name; a tied name has the unit of its first name.
 
     The blocks of a repeated container are units (a GPT's layers, the blocks of a ResNet's stages).
     The rest is grouped by the topmost modules that contain no unit: embedding, final norm, head.
-    Parameters of a module that does contain units belong to the nearest such ancestor's unit, ""
-    for the root.
+    Parameters of a module that does contain units belong to the unit of the nearest such ancestor,
+    "" for the root.
 
-    patterns: names of modules to be units instead (fnmatch, `blocks.*`).
+    patterns: names of modules to use as units instead (fnmatch, `blocks.*`).
 
     Raises:
         CaptureError: a pattern matches no module.
     """
     blocks = _repeated_blocks(model, "") if patterns == "auto" else _matching(model, patterns)
     units = set(blocks)
-    # Without any repeated block a wrapper would be one unit of nearly everything: split it.
+    # Without any repeated block, a wrapper would be one unit with nearly everything: split it.
     limit = None if blocks else sum(p.numel() for p in model.parameters()) // 2
     units.update(_topmost_without(model, "", units, limit))
     first: dict[int, str] = {}
@@ -84,11 +84,11 @@ def _repeated_blocks(module: nn.Module, name: str) -> list[str]:
 
 
 def _is_repetition(blocks: list[nn.Module]) -> bool:
-    """Tell whether a container's children are blocks, and not stages that contain the blocks.
+    """Return whether a container's children are blocks, rather than stages that contain the blocks.
 
-    Two of identical structure settle it (transformer layers; their experts stay inside). Else one
-    class repeated does (a residual stage, whose first block has a projection), unless each child
-    is mostly a container of blocks itself (the stages of a ResNet or a Swin).
+    Two children of identical structure are sufficient (transformer layers; their experts stay
+    inside). Otherwise one repeated class is (a residual stage, whose first block has a projection),
+    unless each child is mostly a container of blocks itself (the stages of a ResNet or a Swin).
     """
     shapes = [_structure(b) for b in blocks]
     if len(set(shapes)) < len(shapes):
@@ -105,7 +105,7 @@ def _structure(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Tell whether a module is a wrapper around a container of blocks of one class."""
+    """Return whether a module is a wrapper around a container of blocks of one class."""
     if isinstance(module, CONTAINERS):
         return any(not _is_leaf(m) for _, m in _children(module, ""))
     children = _children(module, "")
@@ -122,7 +122,7 @@ def _is_stage(module: nn.Module) -> bool:
 def _topmost_without(
     module: nn.Module, name: str, units: set[str], max_numel: int | None
 ) -> list[str]:
-    """Return the topmost modules that contain no unit; one of over `max_numel` is split."""
+    """Return the topmost modules that contain no unit; one of more than `max_numel` is split."""
     found: list[str] = []
     for child_name, child in _children(module, name):
         if child_name in units:

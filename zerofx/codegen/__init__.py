@@ -1,1 +1,1 @@
-"""A program as an emitted module, and an emitted module read back as a program."""
+"""Code generation: a program as an emitted module, and the way back."""

@@ -1,4 +1,4 @@
-"""Write a program as a directory of readable source: schedule, regions, plan, fingerprint."""
+"""Emission: a program as a directory of readable source: schedule, regions, plan, fingerprint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _PARAMETERS = {
 
 
 def render(program: Planned) -> dict[str, str]:
-    """Return the emitted files: relative path -> text. The same on every rank."""
+    """Return the emitted files: relative path -> text. They are the same on every rank."""
     library = RegionLibrary(program.sizes.typical)
     functions = [
         {
@@ -76,13 +76,13 @@ def _digest(text: str) -> str:
 
 
 def fingerprint(files: dict[str, str]) -> str:
-    """Return the digest of everything emitted: equal on ranks that will run the same program."""
+    """Return the digest of all emitted files: equal on ranks that will run the same program."""
     whole = json.dumps(sorted(files.items())) + torch.__version__
     return _digest(whole)
 
 
 def write(files: dict[str, str], directory: str | os.PathLike[str]) -> Path:
-    """Write the files into `directory`, which appears whole or not at all."""
+    """Write the files into `directory`, which appears either complete or not at all."""
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -110,5 +110,5 @@ def _publish(staging: Path, target: Path) -> None:
 
 
 def emit(program: Planned, directory: str | os.PathLike[str]) -> Path:
-    """Write a program's emitted module into a directory of the user's choice."""
+    """Write a program's emitted module into a directory chosen by the user."""
     return write(render(program), directory)

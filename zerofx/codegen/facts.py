@@ -1,4 +1,4 @@
-"""What an emitted program says of itself as data: layout, slots, roles, versions."""
+"""Program facts: the data that an emitted program contains: layout, slots, roles, versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from zerofx.layout.tiles import Tile
 
 FORMAT = 5
 
-# -- what fingerprint.json may say ----------------------------------------------------------------
+# -- the allowed contents of fingerprint.json -----------------------------------------------------
 _COUNT, _TEXT = schema.integer(), schema.text()
 _DTYPES = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
 _DTYPE = schema.one_of(_DTYPES)
@@ -105,10 +105,10 @@ FACTS = schema.record(
 
 
 def check_facts(facts: Any) -> dict[str, Any]:
-    """Return what a fingerprint.json says, once all of it has the right form and fits together.
+    """Return the content of a fingerprint.json after checking its form and consistency.
 
     Raises:
-        FormError: names the first field that does not.
+        FormError: names the first invalid field.
     """
     schema.check(facts, FACTS)
     graphs = {FORWARD, BACKWARD} if facts["training"] else {FORWARD}
@@ -125,13 +125,13 @@ def check_facts(facts: Any) -> dict[str, Any]:
 
 
 def checksum_of(facts: dict[str, Any]) -> str:
-    """Return a digest of facts, which they carry, so that an edit of them shows."""
+    """Return the digest of facts; it is stored with them so that an edit is detected."""
     said = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
 def _check_bucket(bucket: dict[str, Any], where: str, params: dict[str, Any]) -> None:
-    """Raise unless a bucket's parameters are known and lie in it one behind another."""
+    """Raise unless a bucket's parameters are known and follow one another inside the bucket."""
     end = 0
     for name, shape, offset, tile in bucket["params"]:
         if offset < end or (end := offset + math.prod(shape)) > bucket["numel"]:
@@ -178,12 +178,13 @@ def program_facts(program: Planned) -> dict[str, Any]:
 
 
 def _hardware(hardware: Hardware) -> dict[str, Any]:
-    """Return what it was planned for, without what was measured there and where that is from."""
+    """Return the target hardware without measured curves and their sources."""
     return {k: v for k, v in hardware.to_dict().items() if k not in ("curves", "sources")}
 
 
 def read_hardware(said: dict[str, Any] | None) -> Hardware:
-    """Return what `_hardware` wrote, the preset if it is one; earlier programs do not say."""
+    """Return the hardware written by `_hardware`, or the preset equal to it; old files have
+    none."""
     if said is None:
         return default_hardware()
     name = said["name"]
@@ -211,7 +212,7 @@ def _reference(reference: Reference | Unproved) -> dict[str, Any] | None:
 
 
 def read_reference(said: dict[str, Any] | None) -> Reference | Unproved:
-    """Return the reference that `_reference` wrote."""
+    """Return the reference written by `_reference`."""
     if said is None:
         return Unproved.GIVEN_UP
     values = said["values"]
@@ -249,7 +250,7 @@ def size_facts(sizes: Sizes) -> dict[str, Any]:
 
 
 def read_sizes(said: dict[str, Any] | None) -> Sizes:
-    """Return what `size_facts` wrote; earlier programs have no sizes that vary."""
+    """Return the sizes written by `size_facts`; older programs have no varying sizes."""
     if said is None:
         return Sizes()
     symbols = (Symbol(n, hint, tuple(Dim(*d) for d in dims)) for n, hint, dims in said["symbols"])

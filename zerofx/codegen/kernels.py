@@ -1,4 +1,4 @@
-"""Fused nodes as Triton source: a template each, its constants baked in."""
+"""Kernel source: fused nodes as Triton code, one template per kernel, with constants baked in."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from zerofx.kernels.cross_entropy import tile_sizes
 _TEMPLATES = templates()
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
 _TRITON = {"f32": "tl.float32", "bf16": "tl.bfloat16", "f16": "tl.float16"}
-_ACROSS = 1024  # elements of a row that a program of a pointwise kernel takes
-_WORDS = 4096  # words that a program of cross-entropy takes at a time
-_PROGRAMS = 264  # of a norm's backward: two for each multiprocessor of a large GPU
+_ACROSS = 1024  # elements of a row per program of a pointwise kernel
+_WORDS = 4096  # vocabulary entries that a cross-entropy program processes at a time
+_PROGRAMS = 264  # programs of a norm's backward: two per multiprocessor of a large GPU
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel of an emitted file: what it is rendered from, and the function to call.
+    """One kernel of an emitted file: its template and constants, and the function to call.
 
-    Calls of one `name` have one source; the loss head's backward is in that of its forward.
+    Calls with the same `name` share one source; the loss head's backward is in the source of its
+    forward.
     """
 
     name: str
@@ -40,18 +41,18 @@ class KernelCall:
 
 
 def kernel_call(target: Any, *args: Any) -> KernelCall:
-    """Return the kernel for a call of a fused op; of tensors only form and dtype are read.
+    """Return the kernel for a call of a fused op; only the form and dtype of tensors are read.
 
     Raises:
-        KeyError: the op is no fused one, or a tensor has a dtype that no kernel is written for.
+        KeyError: the op is not a fused one, or no kernel supports the dtype of a tensor.
     """
     return _CALLS[target](target, args)
 
 
 def tensor_args(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments that the emitted function takes: the rest are baked into it.
+    """Return the arguments of the emitted function; the others are baked into it.
 
-    `needs_hidden` and `needs_weight` of the loss head's backward stay, as one pair.
+    `needs_hidden` and `needs_weight` of the loss head's backward remain, as one pair.
     """
     formal = schema_of(target).arguments
     taken = [a for a, f in zip(args, formal, strict=True) if "Tensor" in str(f.type)]
@@ -61,7 +62,7 @@ def tensor_args(target: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def render_kernels(calls: Iterable[KernelCall]) -> str:
-    """Return the text of `kernels.py`: each kernel once, in the order given."""
+    """Return the text of `kernels.py`: each kernel once, in the given order."""
     unique = {call.name: call for call in calls}
     bodies = [
         Source(_rendered(call.template, name=call.name, **call.constants).removesuffix("\n"))

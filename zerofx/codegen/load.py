@@ -1,4 +1,4 @@
-"""Parse an emitted directory back into a Program, also after a hand edit, and verify it."""
+"""Loading: parse an emitted directory, also after a manual edit, into a Program and verify it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from zerofx.runtime.regions.load import MOST_BYTES, import_file, read_by
 from zerofx.runtime.standalone import layout_from_facts
 from zerofx.schema import FormError, parse_json, read_text
 
-# -- Read an emitted directory: are all files there, whole, and of this format; which were edited
+# -- Read an emitted directory: check presence, integrity and format of its files; find edited ones
 
 
 log = logging.getLogger("zerofx")
@@ -51,7 +51,7 @@ FINGERPRINT = "fingerprint.json"
 
 @dataclass(frozen=True)
 class Emitted:
-    """An emitted directory as found: what fingerprint.json says, and which files differ from it."""
+    """An emitted directory: the content of fingerprint.json, and the files that differ from it."""
 
     directory: Path
     facts: dict[str, Any]
@@ -59,7 +59,7 @@ class Emitted:
 
 
 def read_directory(directory: Path) -> Emitted:
-    """Return what a directory holds.
+    """Read an emitted directory.
 
     Raises:
         ProgramError: a file is missing, truncated or foreign; the message names it.
@@ -85,7 +85,7 @@ def read_directory(directory: Path) -> Emitted:
             "may differ", directory, facts["torch"], torch.__version__,
         )  # fmt: skip
     if "plan.yaml" in edited:
-        log.warning("%s: plan.yaml was edited, but the schedule is not made again", directory)
+        log.warning("%s: plan.yaml was edited, but the schedule is not regenerated", directory)
     return Emitted(directory, facts, tuple(edited))
 
 
@@ -138,7 +138,7 @@ def read_params(facts: dict[str, Any]) -> dict[str, ParamInfo]:
 def read_calling(facts: dict[str, Any]) -> Calling:
     """Return the calling convention over flat leaves: trees and constants are not in the files.
 
-    A CompiledModule that adopts the program puts its own trees back.
+    A CompiledModule that adopts the program restores its own trees.
     """
     said = facts["calling"]
     return Calling(
@@ -152,13 +152,13 @@ def read_calling(facts: dict[str, Any]) -> Calling:
     )
 
 
-# -- The other files of an emitted directory, while its schedule is read: regions and constants ----
+# -- The other files of an emitted directory while its schedule is read: regions and constants -----
 
 
 class Files:
-    """Gives the schedule regions and constants that record what becomes of them.
+    """The provider of recording regions and constants for the schedule.
 
-    recorder: of the function that runs now. paths: of the region files.
+    recorder: of the function that is running. paths: the paths of the region files.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -192,7 +192,7 @@ def _function(path: Path) -> Callable[[list[Any]], Any]:
 
 
 class _Regions:
-    """Stands for the loaded regions: calling one runs its source on the recorder."""
+    """A stand-in for the loaded regions: calling one runs its source on the recorder."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
@@ -216,7 +216,7 @@ class _Regions:
 
 
 class _Kernels:
-    """Stands for the loaded kernels: calling one records the fused op that it is."""
+    """A stand-in for the loaded kernels: calling one records its fused op."""
 
     def __init__(self, files: Files, module: ModuleType) -> None:
         self._files, self._module = files, module
@@ -234,7 +234,7 @@ class _Kernels:
 
 
 class _Constants:
-    """Stands for the loaded constants: reading one makes a node."""
+    """A stand-in for the loaded constants: reading one creates a node."""
 
     def __init__(self, files: Files, module: ModuleType) -> None:
         self._files, self._module = files, module
@@ -251,7 +251,7 @@ class _Constants:
 
 @dataclass
 class Reading:
-    """Runs the schedule's functions, forward first: what it saves is what backward takes."""
+    """A run of the schedule's functions, forward first: backward receives what forward saves."""
 
     emitted: Emitted
     outputs: dict[str, tuple[OutputInfo, ...]] = field(default_factory=dict)
@@ -323,7 +323,7 @@ class Reading:
             yield recorder, calls, self._placeholders(recorder, name)
 
     def _placeholders(self, recorder: Recorder, name: str) -> dict[Role, dict]:
-        """Make what the function is given: saved values as forward left them, the rest as told."""
+        """Create the function's inputs: saved values from forward, the others from the facts."""
         kinds = (Role.INPUT, Role.BUFFER, Role.TANGENT, Role.SAVED)
         given: dict[Role, dict] = {role: {} for role in kinds}
         left = dict(enumerate(self.saved))
@@ -348,7 +348,7 @@ class Reading:
         return given
 
     def _fake(self, recorder: Recorder, spec: Any) -> Tensor:
-        """Make a fake of a form that may have expressions of sizes."""
+        """Create a fake of a form that may contain expressions of sizes."""
         dtype, shape, stride, device = spec
         if self.symbols is not None:
             known: Any = self.symbols.sizes
@@ -359,7 +359,7 @@ class Reading:
         return recorder.fake(dtype, shape, stride, device)
 
     def settle(self, graphs: Iterable[fx.GraphModule]) -> Sizes:
-        """Put sizes in the place of symbols; return those that the graphs serve."""
+        """Replace symbols by sizes; return the sizes that the graphs serve."""
         if self.symbols is None:
             return self.sizes
         mode = new_fake_mode()
@@ -368,7 +368,7 @@ class Reading:
         both = dict.fromkeys((*self.sizes.conditions, *self.symbols.conditions()))
         return replace(self.sizes, conditions=tuple(both))
 
-    # -- what they return -------------------------------------------------------------------------
+    # -- results of the functions -----------------------------------------------------------------
     def _specs(self, name: str) -> list[OutputInfo]:
         return [OutputInfo(Role(r), n, i) for r, n, i in self.facts["outputs"][name]]
 
@@ -380,7 +380,7 @@ class Reading:
     def _match(
         self, recorder: Recorder, specs: list[OutputInfo], roles: Any, values: list[Any]
     ) -> list[tuple[OutputInfo, fx.Node | None]]:
-        """Pair what was returned with what it stands for, by position."""
+        """Pair the returned values with their specs, by position."""
         wanted = roles if isinstance(roles, tuple) else (roles,)
         mine = [s for role in wanted for s in specs if s.role is role]
         what = " and ".join(f"{r.value}s" for r in wanted)
@@ -417,7 +417,7 @@ class Reading:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what the files raise into an error with their lines around it."""
+        """Convert exceptions raised by the files to errors with the lines around them."""
         try:
             yield
         except ProgramError:
@@ -430,8 +430,8 @@ class Reading:
             at = frames[-1]
             lines = "\n".join(file_lines(at.filename, at.lineno or 1))
             raise ProgramError(
-                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight "
-                f"line of calls on values that it does not look at\n{lines}"
+                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight-"
+                f"line sequence of calls that reads no values\n{lines}"
             ) from error
 
 
@@ -452,7 +452,7 @@ def _spec(val: Tensor) -> tuple[str, list[int], list[int], str]:
 
 
 def _origin(node: fx.Node) -> dict[str, str]:
-    """Return where a saved value was computed."""
+    """Return the line and module that computed a saved value."""
     return {"line": info(node).line, "module": info(node).module}
 
 
@@ -460,23 +460,22 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
-# -- Parse an emitted directory back into a Program, also after a hand edit, and verify it ---------
+# -- Parse an emitted directory, also after a manual edit, into a Program, and verify it -----------
 
 
 def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) -> Planned:
     """Run the directory's schedule on fake tensors, record it as a Program, and verify that.
 
-    The files are Python and are executed: load only what you trust. Any edit is accepted that
-    leaves a right schedule: launches and waits moved, names, comments, statements split or moved
-    into helpers. Trees and constants of the call are not in the files; `CompiledModule.adopt`
-    takes them from the model.
+    The files are Python and are executed: load only trusted files. Any edit is accepted that leaves
+    a correct schedule: moved launches and waits, names, comments, statements split or moved into
+    helpers. Trees and constants of the call are not in the files; `CompiledModule.adopt` takes them
+    from the model.
 
-    allow_changed_math: accept regions that compute something else than was captured. Order and
-        gradients are checked as ever.
-
+    allow_changed_math: accept regions that compute something other than what was captured. Order
+        and gradients are checked as usual.
     Raises:
-        ProgramError: a file is missing or broken, or the schedule is wrong; with the lines of
-            schedule.py around the fault.
+        ProgramError: a file is missing or invalid, or the schedule is wrong; the message shows the
+            lines of schedule.py around the fault.
     """
     emitted = read_directory(Path(directory).resolve())
     try:
@@ -484,10 +483,10 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
     except ZerofxError:
         raise
     except Exception as error:
-        if not emitted.edited:  # it is as zerofx wrote it: a fault of zerofx's own
+        if not emitted.edited:  # unchanged files: this is a fault of zerofx
             raise
         raise ProgramError(
-            f"{emitted.directory}: its files do not fit together ({_said(error)}); edited: "
+            f"{emitted.directory}: its files are inconsistent ({_said(error)}); edited: "
             f"{', '.join(emitted.edited)}. Restore them, or emit the program again"
         ) from error
 
@@ -553,14 +552,14 @@ def _graph_function(emitted: Emitted, module: ModuleType, name: str) -> Callable
     return function
 
 
-# -- Does a loaded program fit a model that runs: the same ranks, and every parameter at its place
+# -- Whether a loaded program fits a running model: the same ranks, each parameter at its place ----
 
 
 def check_fits(program: Planned, layout: Layout, world_size: int) -> None:
-    """Check that a program runs on these ranks and reads its parameters where they lie.
+    """Check that a program runs on these ranks and that its layout is the model's.
 
     Raises:
-        ProgramError: naming the first thing that differs, both numbers, and the fix.
+        ProgramError: names the first difference, both numbers, and the fix.
     """
     if program.world_size != world_size:
         raise _unfit(

@@ -1,4 +1,4 @@
-"""What a schedule is given while it is read: an engine and shards that record."""
+"""The recording engine and shards that a schedule receives while it is read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zerofx.layout.buckets import Bucket, Layout
 
 
 class Launch:
-    """What a launch returns: only `rt.wait` takes it."""
+    """The result of a launch; only `rt.wait` accepts it."""
 
     def __init__(self, node: fx.Node) -> None:
         self.node = node
@@ -30,11 +30,13 @@ class Launch:
 
 
 class Calls:
-    """Stands for `rt`: each call of an engine's method becomes the op that is written so.
+    """A stand-in for `rt`: each call of an engine method appends the op that is written that way.
 
-    What a call means is the `read` of an op's spec, a function of this and of what it was given.
-    numbers: position of a saved value on the host -> its offload's. filling: id of a gradient
-    buffer -> its bucket. stored: bucket -> what gave its gradient to p.grad.
+    The meaning of a call is the `read` of an op's spec, a function of this object and the
+    arguments.
+    numbers: position of a saved value on the host -> its offload's number. filling: id of a
+        gradient buffer -> its bucket. stored: bucket -> the node that stored its gradient in
+        p.grad.
     """
 
     def __init__(
@@ -60,15 +62,15 @@ class Calls:
 
     @property
     def shards(self) -> Any:
-        """What stands for the shards, by bucket."""
+        """The stand-in for the shards, by bucket."""
         return self._recorder.shards
 
     def refuse(self, message: str) -> ProgramError:
-        """Return an error that shows the lines of schedule.py around the one that runs now."""
+        """Return an error that shows the lines of schedule.py around the one that is running."""
         return self._recorder.refuse(message)
 
     def value(self, made: Any, what: str) -> fx.Node:
-        """Return the node that a value stands for; `what` names it in the error otherwise."""
+        """Return the node of a value; `what` describes the value in the error if there is none."""
         return self._recorder.node(made, what)
 
     def append(
@@ -78,20 +80,20 @@ class Calls:
         return self._recorder.communicate(target, *arguments, named=named, **fields)
 
     def launch(self, node: fx.Node) -> Launch:
-        """Return what the call of a launch returns."""
+        """Return the result of a launch call."""
         return Launch(node)
 
     def launched(self, launch: fx.Node) -> Bucket:
-        """Return the bucket that a launch is about."""
+        """Return the bucket of a launch."""
         return self.layout.buckets[bucket_of(launch)]
 
     def told(self, node: fx.Node) -> dict[str, Any]:
-        """Return what is known of a value that a copy takes elsewhere."""
+        """Return the Info fields that a copy takes over from its value."""
         where = info(node)
         return {k: getattr(where, k) for k in ("unit", "module", "line", "name", "index")}
 
     def of_bucket(self, bucket: Bucket) -> dict[str, Any]:
-        """Return what is known of a node that is about a bucket."""
+        """Return the Info fields of a node that belongs to a bucket."""
         return {"unit": bucket.label(), "index": bucket.index}
 
     def bucket(self, bucket: int) -> Bucket:
@@ -118,7 +120,7 @@ class Calls:
 
 
 def read_plainly(spec: OpSpec, r: Calls, *given: Any, **named: Any) -> Any:
-    """Read an op as `write_plainly` writes it: by the names of its schema."""
+    """Read an op in the form of `write_plainly`: by the names of its schema."""
     target = target_of(spec)
     names = argument_names(target)
     at = {**dict(zip(names, given, strict=False)), **named}
@@ -135,7 +137,7 @@ def read_plainly(spec: OpSpec, r: Calls, *given: Any, **named: Any) -> Any:
 
 
 class Shards:
-    """Stands for `shards`: a placeholder for each bucket that the schedule names."""
+    """A stand-in for `shards`: a placeholder for each bucket that the schedule names."""
 
     def __init__(self, recorder: Recorder, layout: Layout, device: str) -> None:
         self._recorder, self._layout, self._device = recorder, layout, device

@@ -1,4 +1,4 @@
-"""Record what emitted source does: it runs on fake tensors, and every op becomes a node."""
+"""Recording: emitted source runs on fake tensors, and every op becomes a node."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from zerofx.ir.verify_fault import file_lines
 
 
 class Recorder(TorchDispatchMode):
-    """Writes one graph: compute as it is dispatched, communication as `Calls` asks for it.
+    """The recorder of one graph: compute is recorded on dispatch, communication through `Calls`.
 
-    Values are told apart by the tensor objects that stand for them. `region` is the region that
-    compute belongs to; compute in schedule.py itself gets regions of its own. `written` turns
-    what is computed of sizes that vary into what a graph holds of it.
+    Values are identified by the tensor objects that represent them. `region` is the present region
+    of compute; compute in schedule.py itself gets regions of its own. `written` converts values
+    computed from varying sizes to the form that a graph contains.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.phase, self.region_files = phase, region_files
         self.schedule = str(directory / "schedule.py")
-        self.shards: Any = None  # set by who reads: makes placeholders as they are asked for
+        self.shards: Any = None  # set by the reader: creates placeholders on demand
         self.root = torch.nn.Module()  # holds the constants
         self._constants: dict[str, Tensor] = {}
         self.num_regions = 0
-        self._region: int | None = None  # of the region call that runs now
-        self._loose: int | None = None  # of compute in schedule.py itself, until something else
+        self._region: int | None = None  # of the region call that is running
+        self._loose: int | None = None  # of consecutive compute in schedule.py itself
         self._unit = ""
         self._place = ""
         self._of: dict[int, tuple[Any, fx.Node]] = {}  # id of a value -> it (kept alive), its node
@@ -55,15 +55,15 @@ class Recorder(TorchDispatchMode):
 
     # -- values -----------------------------------------------------------------------------------
     def bind(self, made: Any, node: fx.Node) -> Any:
-        """Let a value stand for a node from now on; return it."""
+        """Associate a value with a node from now on; return the value."""
         self._of[id(made)] = made, node
         return made
 
     def node(self, made: Any, what: str) -> fx.Node:
-        """Return the node that a value stands for.
+        """Return the node that a value is associated with.
 
         Raises:
-            ProgramError: it is no value of this function.
+            ProgramError: the function did not compute this value.
         """
         found = self._of.get(id(made))
         if found is None:
@@ -71,17 +71,17 @@ class Recorder(TorchDispatchMode):
         return found[1]
 
     def refuse(self, message: str) -> ProgramError:
-        """Return an error that shows the lines of schedule.py around the one that runs now."""
+        """Return an error that shows the lines of schedule.py around the one that is running."""
         place = self.place()
         line = int(place.partition(":")[2] or 1)
         return ProgramError(f"{place}: {message}\n" + "\n".join(file_lines(self.schedule, line)))
 
     def place(self) -> str:
-        """Return `schedule.py:41`, the line of the schedule that runs now."""
+        """Return `schedule.py:41`, the line of the schedule that is running."""
         return f"schedule.py:{self._line_in(self.schedule)[0]}"
 
     def _line_in(self, *paths: str) -> tuple[int, str]:
-        """Return the line that runs now in the innermost frame of one of these files."""
+        """Return the current line of the innermost frame in one of these files."""
         frame = sys._getframe(1)
         while frame is not None:
             if frame.f_code.co_filename in paths:
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         return self.bind(val, node)
 
     def constant(self, name: str, held: Tensor) -> Tensor:
-        """Return what stands for a constant in this graph, made at its first use."""
+        """Return the tensor of a constant in this graph; it is created at its first use."""
         if name not in self._constants:
             node = self.graph.create_node("get_attr", name)
             dtype = str(held.dtype).removeprefix("torch.")
@@ -109,7 +109,7 @@ class Recorder(TorchDispatchMode):
         return self._constants[name]
 
     def fake(self, dtype: str, shape: list[int], stride: list[int], device: str) -> Tensor:
-        """Make a fake tensor without recording it."""
+        """Create a fake tensor without recording it."""
         with self.paused():
             return torch.empty_strided(shape, stride, dtype=getattr(torch, dtype), device=device)
 
@@ -126,13 +126,13 @@ class Recorder(TorchDispatchMode):
         return node
 
     def unit_here(self) -> str:
-        """Return the unit in the comment beside the line that runs now."""
+        """Return the unit in the comment on the line that is running."""
         line, file = self._line_in(self.schedule)
         return "".join(read_comment(linecache.getline(file, line))[:1])
 
     @contextlib.contextmanager
     def region(self, unit: str) -> Iterator[None]:
-        """Count what is computed inside as one region."""
+        """Record the compute inside the block as one region."""
         assert self._region is None, "a region inside a region"
         self._region, self._loose, self._unit = self.num_regions, None, unit
         self._place = self.place()
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _describe_node(self, node: fx.Node) -> None:
-        """Give a compute node its region, and the module and line from the comment beside it."""
+        """Give a compute node its region, and the module and line from its statement's comment."""
         if self._region is None and self._loose is None:
             self._loose = self.num_regions
             self.num_regions += 1
@@ -208,7 +208,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def finish(self, results: tuple[Any, ...], line: int) -> fx.GraphModule:
-        """Close the graph: the result tuple (of this line), and no unread getitems."""
+        """Close the graph: add the result tuple (at this line) and erase unread getitems."""
         set_info(self.graph.output(results), place=f"schedule.py:{line}")
         for node in reversed(list(self.graph.nodes)):
             if node.target is operator.getitem and not node.users:

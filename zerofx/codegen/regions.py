@@ -1,4 +1,4 @@
-"""Regions as source: the compute between two schedule points, one file a structure."""
+"""Regions as source: the compute between two schedule points, one file per structure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerofx.ir.spec import Kind, kind_of
 
 @dataclass(frozen=True)
 class RegionCode:
-    """One unique region: its function's name and body, and the unit that it was first cut from."""
+    """One unique region: its function's name and body, and the unit in which it occurs first."""
 
     name: str
     source: str
@@ -41,9 +41,9 @@ class RegionCode:
 
 @dataclass(frozen=True)
 class RegionCall:
-    """One place where a region runs: the values it reads and makes, in the callee's order.
+    """One call of a region: the values that it reads and computes, in the callee's order.
 
-    kernel: what runs in its place where the region is one fused node, taken apart.
+    kernel: the kernel that runs instead if the region is one fused node with its unpacking.
     sizes: names of the sizes that it takes after its inputs.
     """
 
@@ -57,10 +57,10 @@ class RegionCall:
 
 @dataclass
 class RegionLibrary:
-    """Collects regions over all graphs of a program, equal structures once.
+    """The regions of all graphs of a program, with equal structures once.
 
     hints: sizes that vary -> the values for which regions are compiled.
-    kernels: those that fused nodes call, by name.
+    kernels: the kernels that fused nodes call, by name.
     """
 
     hints: Mapping[str, int] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class RegionLibrary:
         base = re.sub(r"(_\d+)+(?=_|$)", "", identifier(unit)) or "root"
         phase = "backward" if info(nodes[0]).phase is Phase.BACKWARD else "forward"
         name, k = f"{base}_{phase}", 1
-        while name.casefold() in self.names:  # also a file name, and not all disks tell case
+        while name.casefold() in self.names:  # also a file name, and some file systems ignore case
             k += 1
             name = f"{base}_{phase}_{k}"
         self.names.add(name.casefold())
@@ -113,7 +113,7 @@ def _kernel(node: fx.Node) -> KernelCall:
 
 
 class _Body:
-    """Writes one region's function with names that do not depend on which layer it came from."""
+    """The writer of one region's function, with names that do not depend on the layer."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Body:
         self.dying = self._last_uses()
 
     def _relative(self, name: str) -> str:
-        name = re.sub(r"\[\d+:\d+\]$", "", name)  # which rows: the tiles of a layer are alike
+        name = re.sub(r"\[\d+:\d+\]$", "", name)  # drop the row range: a layer's tiles are alike
         inner = name.removeprefix(self.unit + ".") if self.unit else name
         return (
             re.sub(r"\d+", "", identifier(inner))
@@ -176,7 +176,7 @@ class _Body:
         return dying
 
     def lines(self) -> list[tuple[str, str]]:
-        """Return (statement, the same with its comment) of each line of the body."""
+        """Return (statement, the same with its comment) for each line of the body."""
         found = []
         for node in self.nodes:
             args = [literal(a, self.names) for a in node.args]
@@ -209,7 +209,7 @@ class _Body:
         return [_spec(n) for n in self.inputs]
 
     def strides(self) -> list[tuple[int, ...]]:
-        """Return the strides in which the rest of the program expects each result."""
+        """Return the strides that the rest of the program expects of each result."""
         return [form(n)[1] for n in self.outputs]
 
     def canonical(self) -> str:
@@ -221,7 +221,7 @@ class _Body:
         return [*(self.names[n] for n in self.inputs), *self.sizes]
 
     def _table(self, name: str, what: str, entries: list) -> list[str]:
-        """Write a tuple with a comment; with sizes that vary, a function that returns it."""
+        """Write a tuple with a comment; if sizes vary, write a function that returns it."""
         if not self.sizes:
             return [f"# {what}", f"{name} = (", *(f"    {entry!r}," for entry in entries), ")"]
         head = [f"def {name}({', '.join(self.sizes)}):  # {what}", "    return ("]

@@ -29,20 +29,20 @@ from zerofx.plan.sizes import format_bytes
 
 
 class Names:
-    """Hands out one identifier a node."""
+    """The identifiers of a function's values, one per node."""
 
     def __init__(self, reserved: tuple[str, ...] = ()) -> None:
         self.taken = set(reserved)
         self.of: dict[fx.Node, str] = {}
 
     def bind(self, node: fx.Node) -> str:
-        """Return the node's name, made on first use."""
+        """Return the node's name, creating it on first use."""
         if node not in self.of:
             self.of[node] = self._free(self._stem(node))
         return self.of[node]
 
     def share(self, node: fx.Node, other: fx.Node) -> None:
-        """Let a node go by another's name (a pack is its buffer)."""
+        """Give a node the name of another one (a pack has the name of its buffer)."""
         self.of[node] = self.bind(other)
 
     def _free(self, stem: str) -> str:
@@ -73,7 +73,7 @@ class Names:
 
 
 def _waits_in(node: fx.Node) -> Tier:
-    """Return the tier in which a saved value waits: the one that its way back begins in."""
+    """Return the tier that holds a saved value: the tier from which backward brings it back."""
     for user in node.users:
         spec = spec_of(user)
         if spec is not None and spec.is_copy:
@@ -81,26 +81,26 @@ def _waits_in(node: fx.Node) -> Tier:
     return Tier.DEVICE
 
 
-# -- Tensors that forward holds itself (`torch.tensor([...])` in it), as source --------------------
+# -- Tensors created in forward itself (`torch.tensor([...])`), as source --------------------------
 
 
-LEGIBLE = 64  # elements up to which a constant is written as numbers, not as base64
+LEGIBLE = 64  # up to this many elements a constant is written as numbers, not as base64
 _WRITTEN = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.int64,
             torch.int32, torch.int16, torch.int8, torch.uint8)  # fmt: skip
 
 
 def constant_nodes(graph: fx.Graph) -> list[fx.Node]:
-    """Return the nodes of a graph that stand for constants and are read."""
+    """Return the nodes of a graph that represent constants and are read."""
     return [n for n in graph.nodes if n.op == "get_attr" and n.users]
 
 
 def constant_name(node: fx.Node) -> str:
-    """Return what constants.py calls it."""
+    """Return the name of a constant in constants.py."""
     return identifier(str(node.target))
 
 
 def constants_source(program: Planned) -> str:
-    """Return the text of constants.py, empty where the program holds no constants."""
+    """Return the text of constants.py, or "" if the program has no constants."""
     found: dict[str, str] = {}
     for gm in program.graphs.values():
         for node in constant_nodes(gm.graph):
@@ -145,7 +145,7 @@ _PASSED_ON = frozenset({Kind.WAIT, Kind.VIEW, Kind.PACK})
 
 @dataclass
 class Function:
-    """Writes the statements of one graph's function."""
+    """The writer of the statements of one graph's function."""
 
     program: Planned
     name: str
@@ -164,7 +164,7 @@ class Function:
 
     # -- liveness ---------------------------------------------------------------------------
     def _statement(self, node: fx.Node) -> fx.Node:
-        """Return the node at whose place the node's statement stands."""
+        """Return the node at whose position the node's statement is written."""
         return self._first_of.get(node, node)
 
     def _last_statement(self) -> dict[fx.Node, list[fx.Node]]:
@@ -174,13 +174,13 @@ class Function:
         dying: dict[fx.Node, list[fx.Node]] = {}
         for node in self.nodes:
             visible = node not in self.inside or node in self._outputs(node)
-            is_launch = kind_of(node) is Kind.LAUNCH  # its wait lets go of all
+            is_launch = kind_of(node) is Kind.LAUNCH  # its wait releases all inputs
             if not visible or not node.users or is_launch or is_glue(node):
                 continue
             if info(node).role is Role.SHARD or self._is_static(node):
                 continue
             if any(kind_of(u) is Kind.PACK and u.args[0] is node for u in node.users):
-                continue  # the filled buffer goes on under the same name
+                continue  # the filled buffer keeps the same name
             readers = [self._statement(u) for u in node.users]
             dying.setdefault(max(readers, key=position.__getitem__), []).append(node)
         return dying
@@ -189,7 +189,7 @@ class Function:
         return self.calls[self._first_of[node]].outputs
 
     def _is_static(self, node: fx.Node) -> bool:
-        """Say whether a value lies in a slot or a resident buffer: dropping it frees nothing."""
+        """Return whether dropping a value frees nothing: it is in a slot or a resident buffer."""
         source = node
         while kind_of(source) in _PASSED_ON:
             source = source.all_input_nodes[0]
@@ -198,13 +198,13 @@ class Function:
         spec = spec_of(source)
         return spec is not None and spec.is_static(source, self.program.layout)
 
-    # -- what the ops' own statements ask ---------------------------------------------------
+    # -- queries of the ops' own statements -------------------------------------------------
     def bind(self, node: fx.Node) -> str:
         """Return the name of a node's value."""
         return self.names.bind(node)
 
     def buffer(self, node: fx.Node) -> str:
-        """Name a flat buffer: a shard by its place in `shards`, any other by its own name."""
+        """Name a flat buffer: a shard by its index in `shards`, any other by its own name."""
         if info(node).role is Role.SHARD:
             return f"shards[{info(node).index}]"
         return self.names.bind(node)
@@ -221,7 +221,7 @@ class Function:
 
     # -- writing ----------------------------------------------------------------------------
     def lines(self) -> list[str]:
-        """Return the function's body, one statement a row."""
+        """Return the function's body, one statement per row."""
         if self.name != BACKWARD:
             self._take_sizes()
         self._take_placeholders()
@@ -274,7 +274,7 @@ class Function:
             self._row("saved.clear()")
 
     def _take_sizes(self) -> None:
-        """Write the sizes that vary: forward reads them from its inputs, and saves backward's."""
+        """Write the varying sizes: forward reads them from its inputs and saves backward's."""
         read = {name for call in self.calls.values() for name in call.sizes}
         read.update(self._crossing_sizes())
         for symbol in self.program.sizes.symbols:
@@ -304,7 +304,7 @@ class Function:
         self._row(f"{result}{call.code.name}(args)", unit)
 
     def _kernel(self, call: RegionCall) -> None:
-        """Write the call of a fused node's kernel; `_` takes what nothing reads."""
+        """Write the call of a fused node's kernel; `_` receives results that nothing reads."""
         node = call.nodes[0]
         takes = tensor_args(node.target, node.args)
         items = {n.args[1]: n for n in call.outputs if n is not node}
@@ -314,7 +314,7 @@ class Function:
                 self.names.bind(items[i]) if i in items else "_" for i in range(len(value(node)))
             ]
         texts = (self.names.bind(a) if isinstance(a, fx.Node) else repr(a) for a in takes)
-        # on one line: its comment says to which unit the call belongs
+        # on one line: its comment names the unit of the call
         self._row(f"{', '.join(gives)} = {call.code.name}({', '.join(texts)})", info(node).unit)
         self._drop(node, but=call.outputs, also=("_",) if "_" in gives else ())
 
@@ -331,7 +331,7 @@ class Function:
         call = f"rt.unpack({self.buffer(full)}, {bucket.index}, {positions})"
         gives = wrap_tuple([self.names.bind(n) for n in run], len(call) + 7)
         self._row(f"{gives} = {call}")
-        self._drop(*run)  # a buffer kept from forward, which its views hold from here on
+        self._drop(*run)  # a buffer kept from forward: its views hold it from here on
         return index
 
     def _communicate(self, node: fx.Node) -> None:
@@ -344,7 +344,7 @@ class Function:
     def _drop(
         self, *nodes: fx.Node, but: Collection[fx.Node] = (), also: Collection[str] = ()
     ) -> None:
-        """Write the `del` of what nothing reads after this statement, and of the names `also`."""
+        """Write the `del` of values that nothing reads any more, and of the names `also`."""
         last = [n for node in nodes for n in self.last.get(node, [])]
         gone = [self.names.bind(n) for n in last if n not in but]
         gone += also
@@ -369,7 +369,7 @@ class Function:
 
 
 def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
-    """Write an op by its schema: tensors by position, all else by name."""
+    """Write an op by its schema: tensors by position, everything else by name."""
     given = [*argument_pairs(node)]
     texts = [
         w.buffer(a) if isinstance(a, fx.Node) else f"{k}={literal(a, w.names.of)}" for k, a in given
@@ -380,6 +380,6 @@ def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
 
 
 def argument_pairs(node: fx.Node) -> list[tuple[str, Any]]:
-    """Return (name, argument) of what a node gives its op."""
+    """Return (name, argument) for the arguments of a node's op."""
     named = zip(argument_names(node.target), node.args, strict=False)
     return [*named, *node.kwargs.items()]

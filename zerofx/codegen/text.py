@@ -1,8 +1,8 @@
-"""How text enters emitted source: constants, shapes, identifiers, comments, templates.
+"""Emitted text: constants, shapes, identifiers, comments and templates.
 
 Everything that is not Python source already goes through `literal`, `identifier` or `escaped`:
-comments by `comment`, what templates insert by `templates()`. So a name of the user's model is
-never read as code, whatever characters it has.
+comments through `comment`, inserted values of templates through `templates()`. A name from the
+user's model is therefore never read as code, whatever characters it contains.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from zerofx.ir.text import identifier as identifier
 
 
 class Source(str):
-    """Text that is Python source already: templates insert it as it is, any other text escaped."""
+    """Text that is Python source already: templates insert it unchanged, any other text escaped."""
 
     __slots__ = ()
 
 
 def templates() -> jinja2.Environment:
-    """Return the templates of emitted files; what they insert is escaped unless it is `Source`.
+    """Return the templates of emitted files; inserted values are escaped unless they are `Source`.
 
-    What a macro of a template has rendered is marked by the filter of that name.
+    The filter `source` marks the rendered result of a template's macro as source.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("zerofx.codegen"),
@@ -52,14 +52,14 @@ def _inserted(given: Any) -> Any:
 
 
 # -- comments -----------------------------------------------------------------------------------
-_MARK = "  # "  # begins a comment; no field has it
-_BETWEEN = "  "  # divides fields; no field has it, nor a space at its ends
+_MARK = "  # "  # begins a comment; no field contains it
+_BETWEEN = "  "  # separates fields; no field contains it or has a space at its ends
 _TIGHT = re.compile(r"(?<= ) |^[ #]| $")
 _LINE = re.compile(r".+:\d+$")
 
 
 def with_comment(statement: str, *fields: str) -> str:
-    """Return a statement and the comment beside it, of the fields that are not empty."""
+    """Return a statement followed by a comment of the nonempty fields."""
     return _beside(statement, [_field(f) for f in fields])
 
 
@@ -73,19 +73,19 @@ def _field(text: str) -> str:
 
 
 def with_origin(statement: str, kind: str, module: str, line: str) -> str:
-    """Return a statement and what it makes: `t = aten.t.default(w)  # f32[8, 8]  fc  model.py:12`.
+    """Return a statement with a comment: `t = aten.t.default(w)  # f32[8, 8]  fc  model.py:12`.
 
     kind: dtype and shape. module: within its unit. line: the user's.
     """
     within = _field(module)
-    if _LINE.match(within):  # not to be taken for a line
+    if _LINE.match(within):  # it must not be mistaken for a line
         name, _, digits = within.rpartition(":")
         within = f"{name}\\x3a{digits}"
     return _beside(statement, [_field(kind), within, _field(line)])
 
 
 def read_comment(row: str) -> list[str]:
-    """Return the fields of the comment beside a statement, as they were given."""
+    """Return the fields of the comment after a statement, in their original form."""
     return [unescaped(f) for f in _fields(row)]
 
 
@@ -125,7 +125,7 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
         return str(value)
     for kind in (bool, int, float, complex, str):
         if isinstance(value, kind):
-            return kind.__repr__(value)  # a subclass may write itself otherwise
+            return kind.__repr__(value)  # a subclass may have another repr
     if value is None:
         return "None"
     raise CaptureError(
@@ -143,7 +143,7 @@ def callee(target: Any) -> str:
     return f"{module}.{target.__name__}"
 
 
-# what a region's function reads beside its values; `args` is what it is given
+# names that a region's function reads besides its values; `args` is its argument list
 RESERVED = frozenset({"args", "aten", "complex", "float", "getattr", "operator", "torch"})
 
 
@@ -154,7 +154,7 @@ def namespace(space: str) -> str:
 
 
 def attributes(source: str, *names: str) -> str:
-    """Write the attribute of an attribute: `aten.mm.default`, or `getattr(aten.random, "from")`."""
+    """Write nested attributes: `aten.mm.default`, or `getattr(aten.random, "from")`."""
     for name in names:
         is_plain = name.isidentifier() and not keyword.iskeyword(name)
         source = f"{source}.{name}" if is_plain else f"getattr({source}, {name!r})"
@@ -162,7 +162,7 @@ def attributes(source: str, *names: str) -> str:
 
 
 def wrap_tuple(names: list[str], column: int = 4, width: int = 96) -> str:
-    """Write names as a tuple, over several lines where it would pass `width` from `column` on."""
+    """Write names as a tuple, over several lines if it would exceed `width` from `column` on."""
     line = ", ".join(names) + ("," if len(names) == 1 else "")
     if len(names) <= 1:
         return line
@@ -170,7 +170,7 @@ def wrap_tuple(names: list[str], column: int = 4, width: int = 96) -> str:
 
 
 def wrap_list(names: list[str], column: int = 4, width: int = 96) -> str:
-    """Write names as a list, over several lines where it would pass `width` from `column` on."""
+    """Write names as a list, over several lines if it would exceed `width` from `column` on."""
     line = ", ".join(names)
     return f"[{line}]" if column + len(line) <= width else f"[{_rows(names, width)}]"
 

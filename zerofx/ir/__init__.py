@@ -1,1 +1,1 @@
-"""What a program is: graphs, what their nodes stand for, its text, and its proof."""
+"""Programs: graphs, the meaning of their nodes, their text, and their proof."""

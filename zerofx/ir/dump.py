@@ -1,4 +1,4 @@
-"""Write a program as text: one node a line, fixed columns, identical layers once.
+"""Dumps: a program as text with one node per line, fixed columns, identical layers once.
 
     def forward(
         shard_0,                                      # f32[64]     shard fc0
@@ -7,8 +7,8 @@
         mm = aten.mm(x, fc0_weight)                   # f32[8, 16]  fc0         +512 B     m.py:12
         zfx.release(full_0)                           #             fc0         -1.0 KiB
 
-The text is the same in every run: no addresses, no times. How much is shown is the `level`:
-summary (the header line), units, regions, nodes (identical layers once), full (every node).
+The text is the same in every run: it contains no addresses and no times. The `level` sets the
+detail: summary (the header line), units, regions, nodes (identical layers once), full (every node).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of
 from zerofx.ir.text import as_text, describe, printable, short_dtype, without_numbers
 from zerofx.plan.sizes import format_bytes
 
-# -- The nodes of a graph as rows of text, each with a key by which identical layers are found -----
+# -- The nodes of a graph as rows of text, each with a key that identical layers share -------------
 
 
 STATEMENT, TYPE, PLACE, DELTA = 72, 20, 24, 10  # widths of the columns
 _HIDDEN = {"numel", "shape", "name"}  # arguments of zerofx ops that the row shows elsewhere
 _ABSENT = "none"
-_VOLATILE = {"bucket", "slot", "offset", "offsets"}  # they may differ between identical layers
+_VOLATILE = {"bucket", "slot", "offset", "offsets"}  # may differ between identical layers
 
 
 class Writer:
-    """Writes one graph's lines."""
+    """Writer of one graph's lines."""
 
     def __init__(self, program: Program, graph: str) -> None:
         self.program, self.graph = program, graph
@@ -54,7 +54,7 @@ class Writer:
         self.ordinal = self._ordinals()
 
     def _ordinals(self) -> dict[fx.Node, Hashable]:
-        """Say of each placeholder what it is within its layer, the same in every layer."""
+        """Return each placeholder's identity within its layer, which is the same in every layer."""
         count: dict[Hashable, int] = {}
         found: dict[fx.Node, Hashable] = {}
         for node in self.nodes:
@@ -67,7 +67,7 @@ class Writer:
 
     # -- frame ----------------------------------------------------------------------------------
     def frame(self, fold: Callable[[Sequence[Row]], list[str]]) -> list[str]:
-        """Return the function's lines: placeholders, body and results, each folded by itself."""
+        """Return the function's lines: placeholders, body and results, each folded separately."""
         rows = [self._row(n) for n in self.nodes]
         num = sum(n.op == "placeholder" for n in self.nodes)
         lines = [f"def {self.graph}(", *fold(rows[:num]), "):"]
@@ -100,7 +100,7 @@ class Writer:
 
     # -- keys -----------------------------------------------------------------------------------
     def _key(self, node: fx.Node, where: Info) -> Hashable:
-        """Return what a line has in common with the same line of another layer."""
+        """Return the part of a line that is equal for the same line of another layer."""
         module = without_numbers(where.module or where.unit)
         kind = _kind(value(node))
         if node.op == "placeholder":
@@ -185,7 +185,7 @@ class Writer:
 
 
 def callee(target: Any) -> str:
-    """Write an op as a dump shows it: `aten.mm`, `aten.add.Tensor`, `zfx.wait`."""
+    """Write an op as in dumps: `aten.mm`, `aten.add.Tensor`, `zfx.wait`."""
     if not isinstance(target, OpOverload):
         return getattr(target, "__name__", str(target))
     space, name, overload = op_name(target)
@@ -196,7 +196,7 @@ def callee(target: Any) -> str:
 def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
     """Return (keyword or "", argument) of a call; zerofx ops show their constants by name.
 
-    A slot that is not given is there as well: the same line of another layer may have one.
+    An omitted slot is included as well: the same line of another layer may have one.
     """
     found: list[tuple[str, Any]] = [("", a) for a in node.args]
     if spec_of(node) is not None:
@@ -207,7 +207,7 @@ def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
 
 
 def _type(val: Any) -> str:
-    """Describe a value; of several tensors only how many, since each is taken out by a line."""
+    """Describe a value; for several tensors, only give their number."""
     if isinstance(val, (tuple, list)) and len(val) > 1:
         return f"{len(val)} values"
     return "" if val is None else describe(val)
@@ -228,7 +228,7 @@ def _kind(val: Any) -> Hashable:
 
 
 def _delta(node: fx.Node) -> str:
-    """Return what a node adds to or takes from the bytes held; nothing for views."""
+    """Return the bytes that a node allocates or frees, or "" for views."""
     spec = spec_of(node)
     if spec is not None:
         taken, given = spec.adds(node), spec.frees(node)
@@ -242,7 +242,7 @@ def _delta(node: fx.Node) -> str:
 
 
 def _ahead(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-    """Return, for each gather launched before its turn, how many other waits stand between."""
+    """Return, for each gather launched before its turn, the number of other waits in between."""
     waits: dict[fx.Node, int] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
@@ -254,19 +254,19 @@ def _ahead(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
     return {node: k for node, k in found.items() if k}
 
 
-# -- A graph in fewer lines: one a region, or one a unit -------------------------------------------
+# -- A graph in fewer lines: one per region, or one per unit ---------------------------------------
 
 
 @dataclass
 class Group:
-    """Neighbouring nodes that one line stands for."""
+    """Adjacent nodes that share one line."""
 
     label: str
     region: int | None
     nodes: list[fx.Node] = field(default_factory=list)
 
     def made_bytes(self) -> int:
-        """Return the bytes of new storages that outlive the group, views counted at their own."""
+        """Return the bytes of new storages that outlive the group, with views at their own size."""
         inside = set(self.nodes)
         leaving = (n for n in self.nodes if any(u not in inside for u in n.users))
         sources = dict.fromkeys(alias_source(n) for n in leaving)
@@ -275,7 +275,7 @@ class Group:
 
 
 def region_lines(program: Program, graph: str) -> list[str]:
-    """Return one line a region and one a launch, wait or release."""
+    """Return one line per region and one per launch, wait or release."""
     names = name_nodes(program.graph(graph))
     rows = [
         _region_row(group) if group.region is not None else _communication_row(group, names)
@@ -285,7 +285,7 @@ def region_lines(program: Program, graph: str) -> list[str]:
 
 
 def unit_lines(program: Program, graph: str) -> list[str]:
-    """Return one line a unit, in the order in which they compute; `made` outlives its regions."""
+    """Return one line per unit, in order of computation; `made` outlives the unit's regions."""
     by_unit: dict[str, list[Group]] = {}
     sent: dict[str, list[str]] = {}
     for group in _groups(program, graph):
@@ -356,7 +356,7 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     return Row(group.label, key, write, (info(node).index,), is_main=False)
 
 
-# -- Write a program as text: one node a line, fixed columns, identical layers once ----------------
+# -- A program as text: one node per line, fixed columns, identical layers once --------------------
 
 
 LEVELS = ("summary", "units", "regions", "nodes", "full")
@@ -365,10 +365,10 @@ LEVELS = ("summary", "units", "regions", "nodes", "full")
 def dump_program(program: Program, title: str = "", level: str = "nodes") -> str:
     """Return the program's text under a header line.
 
-    title: the header; by default the last pass's, from the history.
+    title: the header; by default that of the last pass, from the history.
 
     Raises:
-        PlanError: no such level.
+        PlanError: the level is unknown.
     """
     history = program.history if isinstance(program, Planned) else []
     last = history[-1].header if history else ""
@@ -401,7 +401,7 @@ def dump_graph(program: Program, graph: str, level: str = "nodes") -> list[str]:
 
 
 def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
-    """Return the lines around a node, the node's own marked: what a verification error shows."""
+    """Return the lines around a node with the node marked, as verification errors show them."""
     writer = Writer(program, graph)
     at = writer.nodes.index(node)
     first, last = max(0, at - around), min(len(writer.nodes), at + around + 1)
@@ -412,9 +412,9 @@ def fault(program: Program, graph: str, node: fx.Node, around: int = 10) -> str:
 
 
 def header(program: Planned, entry: Entry, comm_bytes: int, peak_bytes: int) -> str:
-    """Return an entry's first line: its number, pass, setting, and what the pass changed.
+    """Return an entry's first line: its number, pass, setting, and the pass's changes.
 
-    The program's history holds what came before.
+    The program's history contains the previous entries.
     """
     before = program.history[-1] if program.history else None
     parts = [f"{len(program.history):02d} {entry.pass_spec}"]
@@ -429,7 +429,7 @@ def header(program: Planned, entry: Entry, comm_bytes: int, peak_bytes: int) -> 
 
 
 def _change(before: int, after: int) -> str:
-    """Return `3.0 -> 3.5 KiB`, the unit twice only where it differs."""
+    """Return `3.0 -> 3.5 KiB`, with the unit written twice only if it differs."""
     left, right = format_bytes(before).split(), format_bytes(after).split()
     if left[1] == right[1]:
         left = left[:1]

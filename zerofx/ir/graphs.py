@@ -1,4 +1,4 @@
-"""Small questions about fx graphs that several passes ask."""
+"""Queries on fx graphs that several passes share."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from zerofx.ir.spec import Carries, Kind, spec_of
 from zerofx.kernels.ops import FUSED
 from zerofx.layout.buckets import Layout
 
-# -- The fake value of a call, looked up where a call of the same form was made before -------------
-# Layers are alike, so that a pass over a deep model makes the same few calls thousands of times,
-# and each costs a fifth of a millisecond on fake tensors. A fake value says a form and nothing
-# else: nodes may share one.
+# -- The fake value of a call, reused from an earlier call of the same form ------------------------
+# Layers are alike, so a pass over a deep model makes the same few calls thousands of times,
+# and each costs a fifth of a millisecond on fake tensors. A fake value contains only a form, so
+# nodes may share one.
 
 
-# Arguments that say which buffer a zerofx op is about, and nothing of its result's form.
+# Arguments that identify the buffer of a zerofx op and do not affect the form of its result.
 _FORMLESS = frozenset({"bucket", "slot", "zero", "scale", "offsets", "name"})
 
 
 def fake_value(target: Any, values: Sequence[Any], named: Mapping[str, Any], rule: Any) -> Any:
-    """Return what `rule` gives for the values of a call's arguments.
+    """Return the result of `rule` for the values of a call's arguments.
 
-    Equal targets and forms give the same value, as long as a node has it.
+    Calls with equal targets and forms share one value for as long as a node holds it.
     """
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
     if mode is None or not isinstance(target, OpOverload):
@@ -63,7 +63,7 @@ def _formless(target: OpOverload) -> frozenset[int]:
 
 
 def _form(given: Any) -> Any:
-    """Return what two arguments have alike that give results alike."""
+    """Return the properties of an argument that determine the form of the result."""
     if isinstance(given, torch.Tensor):
         where = given.storage_offset(), given.dtype, given.device
         return tuple(given.shape), given.stride(), *where, type(given)
@@ -72,10 +72,10 @@ def _form(given: Any) -> Any:
     return type(given), given
 
 
-# -- Small questions about fx graphs that several passes ask ---------------------------------------
+# -- Queries on fx graphs that several passes share ------------------------------------------------
 
 
-_EXTRA_ALIASES = frozenset(  # which share storage though their schemas do not say so
+_EXTRA_ALIASES = frozenset(  # their results share storage although their schemas do not say so
     f"aten::{name}"
     for name in (
         "_unsafe_view", "_reshape_alias", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk",
@@ -84,7 +84,7 @@ _EXTRA_ALIASES = frozenset(  # which share storage though their schemas do not s
 
 
 def is_alias(node: fx.Node) -> bool:
-    """Say whether the node's result may share storage with one of its inputs."""
+    """Return whether the node's result may share storage with one of its inputs."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -103,14 +103,14 @@ def _may_alias(target: Any) -> bool:
 
 
 def alias_source(node: fx.Node) -> fx.Node:
-    """Follow views back to the node that owns the storage (the node itself if it is no view)."""
+    """Follow views back to the node that owns the storage (the node itself if it is not a view)."""
     while is_alias(node):
         node = next(a for a in node.args if isinstance(a, fx.Node))
     return node
 
 
 def is_broadcast(node: fx.Node) -> bool:
-    """Say whether the node is a view in which several elements are one."""
+    """Return whether the node is a view in which several elements share one memory location."""
     val = node.meta.get("val")
     if not is_alias(node) or not isinstance(val, torch.Tensor):
         return False
@@ -118,29 +118,29 @@ def is_broadcast(node: fx.Node) -> bool:
 
 
 def root_producer(node: fx.Node) -> fx.Node:
-    """Follow getitems back to the call whose tuple they take apart."""
+    """Follow getitems back to the call whose tuple they unpack."""
     while node.op == "call_function" and node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def is_compute(node: fx.Node) -> bool:
-    """Say whether the node belongs into a region (anything that is not a zerofx op or glue)."""
+    """Return whether the node belongs in a region (anything that is not a zerofx op or glue)."""
     return node.op == "call_function" and spec_of(node) is None and not is_glue(node)
 
 
 def is_fused(node: fx.Node) -> bool:
-    """Say whether the node is a fused pattern: a kernel of ours, in a region of its own."""
+    """Return whether the node is a fused pattern: a zerofx kernel, in a region of its own."""
     return node.target in FUSED
 
 
 def is_glue(node: fx.Node) -> bool:
-    """Say whether the node takes a zerofx op's tuple apart."""
+    """Return whether the node unpacks the tuple of a zerofx op."""
     return node.target is operator.getitem and spec_of(root_producer(node)) is not None
 
 
 def is_random(node: fx.Node) -> bool:
-    """Tell whether a node draws from a generator itself; attention without dropout does not."""
+    """Return whether a node itself draws from a generator; attention without dropout does not."""
     target = node.target
     if not isinstance(target, OpOverload):
         return False
@@ -175,9 +175,10 @@ def add_placeholder(
     last: fx.Node | None = None,
     **fields: object,
 ) -> fx.Node:
-    """Append a placeholder called `label` behind the existing ones; `fields` go to its Info.
+    """Append a placeholder called `label` after the existing ones; `fields` are set on its Info.
 
-    last: the last of those, where it is known; to look for it takes a walk over all of them.
+    last: the last existing placeholder, if it is known; finding it requires a walk over all of
+        them.
     """
     if last is None:
         last = next(reversed(placeholders(graph)), None)
@@ -202,12 +203,12 @@ def call(
 ) -> fx.Node:
     """Create a call at the graph's insertion point with its fake value computed.
 
-    shares_value: calls of one form may have one value; not so where values tell nodes apart.
+    shares_value: calls of one form may share one value; False if values identify nodes.
     """
     named = dict(named or {})
     node = graph.call_function(target, args, named)  # type: ignore[arg-type]
     spec = spec_of(node)
-    # a view's rule makes nothing, so that it needs no fake mode around it
+    # a view's rule creates nothing, so it needs no fake mode around it
     rule: Any = spec.fake if spec is not None and spec.kind is Kind.VIEW else target
     values, named = value_of(args), {k: value_of(v) for k, v in named.items()}
     if shares_value:
@@ -229,7 +230,7 @@ def value_of(argument: Any) -> Any:
 
 
 def contiguous_stride(shape: Sequence[int]) -> list[int]:
-    """Return the strides of a contiguous tensor, as torch counts them."""
+    """Return the strides of a contiguous tensor, as torch computes them."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -238,7 +239,7 @@ def contiguous_stride(shape: Sequence[int]) -> list[int]:
 
 
 def is_in_place(node: fx.Node, layout: Layout) -> bool:
-    """Tell whether a gradient buffer is the memory that `p.grad` shows after the reduction."""
+    """Return whether a gradient buffer is the memory that `p.grad` exposes after the reduction."""
     spec = spec_of(node)
     if spec is None:
         return False
@@ -254,7 +255,7 @@ def set_results(graph: fx.Graph, results: Iterable[Any]) -> None:
 
 
 def erase_unused(program: Program) -> int:
-    """Erase nodes without users or effect, back to front; return how many went."""
+    """Erase nodes without users or effects, from back to front; return the number erased."""
     erased = 0
     for gm in program.graphs.values():
         for node in reversed(list(gm.graph.nodes)):

@@ -1,4 +1,4 @@
-"""Typed node metadata: what zerofx knows of a node beyond its target and fake value.
+"""Node metadata: the typed facts of a node beyond its target and fake value.
 
 Everything zerofx stores on an fx node is one `Info` under `node.meta["zfx"]`; passes read it
 through `info(node)` and never parse a node's name.
@@ -18,7 +18,7 @@ KEY = "zfx"
 
 
 class Role(Enum):
-    """What a placeholder or an output stands for."""
+    """The meaning of a placeholder or an output."""
 
     PARAM = "param"  # placeholder: a full parameter (before sharding)
     SHARD = "shard"  # placeholder: this rank's slice of a bucket
@@ -41,18 +41,18 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Hole:
-    """Stands for the tensor of this number in the arguments of a call."""
+    """A reference, in the arguments of a call, to the tensor with this number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Placed:
-    """How a value lies over the ranks of an axis, and which call on whole values makes it.
+    """The placement of a value over an axis, and the call on whole values that computes it.
 
     gives: one placement, or one for each tensor of a tuple. shape: of the whole value, or of each
         tensor of a tuple. is_same: the whole call keeps its argument's shape and strides.
-    target, args, kwargs: the whole call, a `Hole` for each tensor; None for a placeholder,
+    target, args, kwargs: the whole call, with a `Hole` for each tensor; None for a placeholder,
         and for a conversion.
     """
 
@@ -71,16 +71,17 @@ class Info:
     name: the user's qualified name (parameter, buffer, `args[0]`, output path), for placeholders.
     module: qualified name of the module whose forward ran this node ("" is the root).
     line: "file.py:12" of the user's code.
-    unit: the unit the node's module belongs to ("" outside any unit).
+    unit: the unit that the node's module belongs to ("" outside any unit).
     index: position among its role (input leaf, output leaf, bucket of a shard).
-    tile: which part of a tiled layer the node computes, -1 for none: regions are cut between them.
+    tile: the part of a tiled layer that the node computes, or -1; regions are cut between parts.
     region: the compute region the node belongs to; None for communication and glue.
     recomputed: the node is a backward copy of a forward node.
     is_random: the node draws from a generator (directly), so it must never be recomputed.
     place: "schedule.py:41", the line of an emitted directory that the node was loaded from.
-    placed: of a program whose values are cut over an axis, how this one lies.
-    digest: of a value that another pipeline stage has made, that of its expression.
-    draw: which draw of its phase a random node makes in the whole model, 0 for as they are counted.
+    placed: the placement of the value, if the program's values are sharded over an axis.
+    digest: the digest of the value's expression, if another pipeline stage computed it.
+    draw: the index of a random node's draw among its phase's draws in the whole model; 0 to count
+        them.
     """
 
     phase: Phase = Phase.FORWARD
@@ -102,7 +103,7 @@ class Info:
 
 @dataclass(frozen=True)
 class OutputInfo:
-    """What one element of a graph's output tuple stands for (kept in Program.outputs)."""
+    """The meaning of one element of a graph's output tuple (kept in Program.outputs)."""
 
     role: Role
     name: str = ""
@@ -110,7 +111,7 @@ class OutputInfo:
 
 
 def info(node: fx.Node) -> Info:
-    """Return the node's Info (a default one where a pass has not set it yet)."""
+    """Return the node's Info, or a default one if no pass has set it yet."""
     return node.meta.get(KEY) or Info()
 
 
@@ -126,7 +127,7 @@ def value(node: fx.Node) -> Any:
 
 
 def nbytes(val: Any) -> int:
-    """Return the bytes of a fake value, views counted at their own size."""
+    """Return the bytes of a fake value, with views at their own size."""
     if isinstance(val, torch.Tensor):
         return val.numel() * val.element_size()
     if isinstance(val, (tuple, list)):
@@ -144,21 +145,21 @@ def place_of(what: OutputInfo | Info) -> tuple[Role | None, str | int]:
 
 
 def tensors_of(node: fx.Node) -> list[fx.Node]:
-    """Return the nodes that a call reads, each as often as it is read, in the order of holes."""
+    """Return the nodes that a call reads, once per use, in the order of holes."""
     found: list[fx.Node] = []
     fx.node.map_arg((node.args, node.kwargs), lambda n: found.append(n))
     return found
 
 
 def shape_of(val: Any) -> Any:
-    """Return the shape of a fake tensor, one for each of several, () for what is no tensor."""
+    """Return the shape of a fake tensor, a tuple of shapes for several, () for other values."""
     if isinstance(val, (list, tuple)):
         return tuple(tuple(v.shape) if isinstance(v, torch.Tensor) else None for v in val)
     return tuple(val.shape) if isinstance(val, torch.Tensor) else ()
 
 
 def filled(argument: Any, tensors: Sequence[Any]) -> Any:
-    """Return arguments with their holes filled."""
+    """Return arguments with their holes replaced by tensors."""
     if isinstance(argument, Hole):
         return tensors[argument.number]
     if isinstance(argument, (list, tuple)):

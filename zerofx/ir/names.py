@@ -1,4 +1,4 @@
-"""Readable names of a graph's nodes: from the user's model where they stand for something there."""
+"""Node names: readable identifiers, taken from the user's model where possible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerofx.ir.text import identifier
 
 
 def name_nodes(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return one identifier a node, unique within the graph and the same in every run."""
+    """Return one identifier per node, unique within the graph and the same in every run."""
     taken: set[str] = set()
     named: dict[fx.Node, str] = {}
     for node in graph.nodes:
@@ -36,7 +36,7 @@ def _stem(node: fx.Node) -> str:
 
 
 def op_stem(node: fx.Node) -> str:
-    """Name what an op of zerofx makes: "" where it has no name of its own."""
+    """Return the name of a zerofx op's result, or "" if it has no name of its own."""
     spec, where = spec_of(node), info(node)
     if spec is None:
         return ""
@@ -49,7 +49,7 @@ def op_stem(node: fx.Node) -> str:
 
 
 def find_unit_of_module(name: str, units: Collection[str]) -> str:
-    """Return the unit that a module lies in: itself or its nearest ancestor in `units`, or ""."""
+    """Return the unit that contains a module: itself or its nearest ancestor in `units`, or ""."""
     while name and name not in units:
         name = name.rpartition(".")[0]
     return name

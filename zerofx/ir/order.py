@@ -1,12 +1,12 @@
-"""Order: what each node of a graph may read at its place, and what may leave the graph.
+"""Order: which values each node of a graph may read, and which may leave the graph.
 
 A graph is walked once, in the order in which its calls are made. A transfer occupies its memory
-from its launch to its wait, a gathered buffer its slot from its launch to its release: this is
-happens-before over the lanes, since a lane starts a transfer after the compute launched before it
-and compute continues after a wait only once it has landed.
+from its launch to its wait, and a gathered buffer occupies its slot from its launch to its release.
+This is happens-before over the lanes: a lane starts a transfer after the compute launched before
+it, and compute continues after a wait only once the transfer has completed.
 
-What an op does to memory is the `order` of its spec, a function of this walk and the node; here is
-what holds for all of them.
+The effect of an op on memory is the `order` of its spec, a function of this walk and the node. This
+file contains the rules that hold for all ops.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 
 FULL = (Holds.GATHERED, Holds.RESIDENT, Holds.KEPT)  # what holds a whole bucket's parameters
 PARAMETERS = (*FULL, Holds.SHARD, Holds.STAGED, Holds.NEAR, Holds.PARAM)  # parameters at all
-AWAY = {Holds.HOSTED: "lies on the host", Holds.STORED: "lies on NVMe"}
+AWAY = {Holds.HOSTED: "is on the host", Holds.STORED: "is on NVMe"}
 
 
 @dataclass(eq=False)
 class Buffer:
-    """One stretch of memory during one call, and what has happened to it so far.
+    """A range of memory during one call, and its history so far.
 
     made: the node that launches or creates it.
-    landed: its transfer has been waited for (True where there is none).
-    released: the release that gave it back; taken: the node that claimed its slot since.
-    packed, zeroed, reduced: of a gradient buffer, what was packed where, whether the rest is
-        zero, and the launch of its reduction.
-    source: of a reduction's result, the gradient buffer; of a copy, what it copies.
-    stored: the op that gave a reduction's result to p.grad.
-    reloaded: of a value on the host, its reload.
-    written: of a value on the host, the launch of its way on to NVMe.
-    updated: of a shard, the update that has overwritten it.
-    is_away: of a shard and of a reduction's result, that the bucket lives off the device.
-    offloaded: of such a result, the launch of the copy that takes it there.
-    sent: of a reloaded shard, the gathered buffers that are made of it.
-    behind: of a copy that stays, an earlier refresh that was under way: this one brings nothing.
+    landed: its transfer has been waited for (True if there is none).
+    released: the release that freed it; taken: the node that claimed its slot since.
+    packed, zeroed, reduced: for a gradient buffer, the gradients packed at each offset, whether the
+        rest is zero, and the launch of its reduction.
+    source: for a reduction's result, the gradient buffer; for a copy, its source.
+    stored: the op that moved a reduction's result to p.grad.
+    reloaded: for a value on the host, its reload.
+    written: for a value on the host, the launch that writes it to NVMe.
+    updated: for a shard, the update that has overwritten it.
+    is_away: for a shard and for a reduction's result, whether the bucket is kept off the device.
+    offloaded: for such a result, the launch of the copy that offloads it.
+    sent: for a reloaded shard, the gathered buffers that are made from it.
+    behind: for a resident copy, an earlier refresh that was in flight: this one transfers nothing.
     """
 
     kind: Holds
@@ -76,20 +76,20 @@ class Buffer:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a transfer writes to it or reads from it now."""
+        """Whether a transfer is writing to it or reading from it now."""
         if self.kind is Holds.PACKED:
             return self.reduced is not None and not self.landed
         return not self.landed or any(not b.landed for b in self.sent)
 
     def is_open_to(self, node: fx.Node) -> bool:
-        """Say whether a node may read it now."""
+        """Return whether a node may read the buffer now."""
         if self.taken is not None or self.released is not None or self.updated is not None:
             return False
         spec = spec_of(node)
         takes = spec is not None and self.kind in spec.takes
         if self.kind is Holds.PACKED:
             return takes
-        if self.kind in AWAY:  # forward returns it or moves it on, backward brings it back
+        if self.kind in AWAY:  # forward returns or moves it, backward reloads it
             return self.landed and (takes or node.op == "output")
         if self.kind is Holds.REDUCED:
             return self.landed and takes and self._is_next(spec)
@@ -100,7 +100,7 @@ class Buffer:
         return self.landed
 
     def _is_next(self, spec: OpSpec | None) -> bool:
-        """Say whether an op may take a reduced slice as far as it has come: it leaves, or stays."""
+        """Return whether an op is the next step of a reduced slice: it is offloaded, or stored."""
         is_home = not self.is_away or self.offloaded is not None
         return spec is not None and (spec.kind is Kind.STORE) == is_home
 
@@ -109,7 +109,7 @@ Roots = tuple[Buffer, ...]
 
 
 class Aliases:
-    """Which buffers each value of a graph may look into, through any chain of views."""
+    """The buffers that each value of a graph may alias, through any chain of views."""
 
     def __init__(self) -> None:
         self._roots: dict[fx.Node, Roots] = {}
@@ -121,7 +121,7 @@ class Aliases:
         self._roots[node] = buffers
 
     def follow(self, node: fx.Node) -> None:
-        """Take over the buffers of the inputs that the node's result may alias."""
+        """Give a node the buffers of the inputs that its result may alias."""
         found: Roots = ()
         for source in alias_inputs(node):
             found += tuple(b for b in self._roots.get(source, ()) if b not in found)
@@ -153,12 +153,12 @@ def _nodes(argument: Any) -> Iterator[fx.Node]:
 def _alias_arguments(target: Any) -> tuple[tuple[int, str], ...]:
     arguments = schema_of(target).arguments
     found = tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None)
-    # views that hide it in their schema (_unsafe_view) look into their first argument
+    # views whose schema does not declare the alias (_unsafe_view) view their first argument
     return found or tuple((0, a.name) for a in arguments[:1])
 
 
 def is_unread(node: fx.Node, read: fx.Node) -> bool:
-    """Say whether a node takes a value only in places where it does not look at it."""
+    """Return whether a node takes a value only in arguments whose contents it does not read."""
     skipped = unread(node)
     if not skipped:
         return False
@@ -167,15 +167,15 @@ def is_unread(node: fx.Node, read: fx.Node) -> bool:
 
 
 def argument(node: fx.Node, position: int, default: Any = None) -> Any:
-    """Return a positional argument of a zerofx op, its default where it was left out."""
+    """Return a positional argument of a zerofx op, or its default if it was omitted."""
     return node.args[position] if len(node.args) > position else default
 
 
 @dataclass
 class Crossing:
-    """What a forward graph leaves for its backward.
+    """The memory that a forward graph leaves for its backward.
 
-    kept: gathered buckets, by position. away: what waits off the device, and where, by position.
+    kept: gathered buckets, by position. away: values off the device and their tier, by position.
     """
 
     kept: dict[int, int] = field(default_factory=dict)
@@ -184,10 +184,10 @@ class Crossing:
 
 
 class Order:
-    """Walks one graph and raises at the first node that breaks an invariant.
+    """The walk over one graph, which raises at the first node that breaks an invariant.
 
-    buffers: all that the graph has had so far. roots: which of them a value looks into.
-    slots: slot -> who took it last. known: the nodes that were walked.
+    buffers: all buffers of the graph so far. roots: the buffers that a value aliases.
+    slots: slot -> the last buffer that took it. known: the visited nodes.
     filling, reduced, updates: bucket -> its gradient buffer, its reduction's result, its update.
     expected: by bucket and offset, the parameters whose gradients the captured graph has.
     """
@@ -243,7 +243,7 @@ class Order:
             self.known.add(node)
         self._finish()
 
-    # -- what the ops' own checks ask -------------------------------------------------------------
+    # -- queries of the ops' own checks -----------------------------------------------------------
     def fail(self, node: fx.Node, message: str) -> NoReturn:
         raise fault(self.program, self.name, node, message)
 
@@ -252,7 +252,7 @@ class Order:
         self.roots.set(node, buffer)
 
     def claim(self, node: fx.Node, buffer: Buffer) -> None:
-        """Give a buffer the slot that it names, and note whose content is gone with that."""
+        """Assign a buffer to the slot that it names, and mark the old content as overwritten."""
         if buffer.slot == -1:
             return
         sizes = self.program.slot_bytes
@@ -294,7 +294,7 @@ class Order:
             self.fail(node, f"{node.name} is {value(node).dtype}; {of} is {wanted}")
 
     def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
-        """Check that a node is given the shard of its own bucket."""
+        """Check that a node receives the shard of its own bucket."""
         shard = args(node)[0]
         where = info(shard)
         if where.role is not Role.SHARD or where.index != bucket.index:
@@ -305,7 +305,7 @@ class Order:
             )
 
     def check_landed(self, node: fx.Node, buffer: Buffer) -> None:
-        """Check that a wait delivers something: all of it has come with this launch or before."""
+        """Check that a wait delivers data: everything has arrived with this launch or earlier."""
         first = buffer.behind
         if first is not None and not first.landed:
             self.fail(
@@ -315,11 +315,11 @@ class Order:
             )
 
     def is_away(self, bucket: Bucket) -> bool:
-        """Say whether a bucket lives off the device, and its moves have been put in."""
+        """Return whether a bucket is kept off the device and its moves have been inserted."""
         return bucket.is_away and Fact.SHARDS_OFFLOADED in self.program.facts
 
     def content(self, read: fx.Node, buffer: Buffer) -> str:
-        """Name what a read value holds: the parameter where it is a view of one."""
+        """Name the content of a read value: the parameter if the value is a view of one."""
         if buffer.kind in PARAMETERS:
             view = read
             while view.op == "call_function" and kind_of(view) is not Kind.VIEW:
@@ -336,7 +336,7 @@ class Order:
         label = self.layout.buckets[buffer.bucket].label()
         return f"{buffer.kind.value} bucket {buffer.bucket} ({label})"
 
-    # -- what a graph is given --------------------------------------------------------------------
+    # -- inputs of the graph ----------------------------------------------------------------------
     def _placeholder(self, node: fx.Node) -> None:
         where = info(node)
         if where.role is Role.SHARD:
@@ -366,7 +366,7 @@ class Order:
             )
         self.add(node, Buffer(Holds.SHARD, node, index, is_away=self.is_away(bucket)))
 
-    # -- what a node reads ------------------------------------------------------------------------
+    # -- the values that a node reads -------------------------------------------------------------
     def _reads(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
             if read not in self.known:
@@ -378,20 +378,20 @@ class Order:
                     self._read(node, read, buffer, is_under_way)
 
     def _read(self, node: fx.Node, read: fx.Node, buffer: Buffer, is_under_way: bool) -> None:
-        """Raise if a node may not read a value that looks into this buffer; say why not."""
+        """Raise if a node may not read a value that aliases this buffer, with the reason."""
         what, reader = self.content(read, buffer), _reader(node)
         kind = kind_of(node)
         if buffer.kind in AWAY and buffer.released is not None and kind is not Kind.WAIT:
             self.fail(
                 node,
                 f"{name_of(node)} reads {what} after {buffer.released.name} "
-                "has given its place back; move it before that wait, or read it from there",
+                "has freed its memory; move it before that wait, or read it from there",
             )
         if buffer.kind is Holds.LEAVING and buffer.released is not None:
             self.fail(
                 node,
                 f"{node.name} reads {what} after {buffer.released.name} has "
-                "given its memory back; move the offload behind the last read, or reload it",
+                "freed its memory; move the offload after the last read, or reload it",
             )
         if kind is Kind.WAIT and read in (buffer.made, buffer.offloaded):
             return
@@ -405,25 +405,25 @@ class Order:
         if buffer.released is not None and kind is not Kind.RELEASE:
             self.fail(
                 node,
-                f"{reader} reads {what} after its release; move the release behind the last "
+                f"{reader} reads {what} after its release; move the release after the last "
                 "read, or gather the bucket again",
             )
         if buffer.updated is not None:
             self.fail(
                 node,
                 f"{reader} reads {what} after {buffer.updated.name} has put the optimizer's new "
-                "values there; move the update behind the last read",
+                "values there; move the update after the last read",
             )
         if buffer.taken is not None:
             self.fail(
                 node,
-                f"{reader} uses {what} in slot {buffer.slot} behind {buffer.taken.name}, which "
+                f"{reader} uses {what} in slot {buffer.slot} after {buffer.taken.name}, which "
                 "puts another buffer there; give one of the two another slot, or move them apart",
             )
         if buffer.kind in _MEANT and not (buffer.released and kind is Kind.RELEASE):
             self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}")
 
-    # -- what leaves the graph --------------------------------------------------------------------
+    # -- results of the graph ---------------------------------------------------------------------
     def _results(self, output: fx.Node) -> None:
         specs = self.program.outputs[self.name]
         rows = list(zip(specs, args(output)[0], strict=True))
@@ -474,7 +474,7 @@ class Order:
             elif buffer.kind is Holds.GATHERED and buffer.slot >= 0:
                 self.fail(
                     result,
-                    f"saves {what} for backward, but it lies in slot {buffer.slot}, which the next "
+                    f"saves {what} for backward, but it is in slot {buffer.slot}, which the next "
                     "call overwrites; gather with slot=-1, or again in backward",
                 )
             elif buffer.kind in PARAMETERS:
@@ -490,7 +490,7 @@ class Order:
                     "save a clone",
                 )
 
-    # -- what must have happened by the end -------------------------------------------------------
+    # -- conditions at the end of the graph -------------------------------------------------------
     def _finish(self) -> None:
         for kinds in (_TRANSFERRED, (*AWAY, Holds.RELOADED, Holds.CONVERTED)):
             for buffer in self.buffers:
@@ -526,7 +526,7 @@ class Order:
                 self.fail(output, f"returns {result} as the gradient shard of bucket {spec.index}")
 
     def _finish_updates(self) -> None:
-        """Check that backward updates every bucket that it reduces, or none."""
+        """Check that backward updates either every bucket that it reduces, or none."""
         output = self.program.graph(self.name).output_node()
         in_backward = self.program.plan.update == "in-backward"
         if self.updates and not in_backward:
@@ -548,10 +548,10 @@ def _reader(node: fx.Node) -> str:
 _TRANSFERRED = (Holds.GATHERED, Holds.RESIDENT, Holds.STAGED, Holds.NEAR)
 _MEANT = {
     Holds.PACKED: "a gradient buffer is for pack and reduce only",
-    Holds.REDUCED: "a reduced slice is for store_grad only, behind offload_grad where the bucket "
-    "lives off the device",
-    Holds.SHARD: "it lives off the device; reload it first",
-    Holds.STAGED: "it lies in host memory; reload it first",
+    Holds.REDUCED: "a reduced slice is for store_grad only, after offload_grad if the bucket "
+    "is kept off the device",
+    Holds.SHARD: "it is kept off the device; reload it first",
+    Holds.STAGED: "it is in host memory; reload it first",
     Holds.NEAR: "a reloaded shard is for the all-gather of its bucket only",
     Holds.HOSTED: "a value on the host is for reload or write_out only",
     Holds.STORED: "a value on NVMe is for read_back only",

@@ -1,17 +1,19 @@
-"""Placing: in which ways an operator can run on values that are cut over an axis of the mesh.
+"""Placing: the ways in which an operator can run on values that are sharded over a mesh axis.
 
-`ways(call)` is the rule table. A `Way` says how each tensor that a call reads lies over the ranks,
-what the call on one rank's parts is, and how its results lie then. Whoever runs a way on all ranks
-and puts the results together has what the whole call gives: so each rule is tested, for all its
-ways, and the proof of a placed program rests on that. An operator without a rule has one way: all
-that it reads is whole on every rank.
+`ways(call)` is the rule table. A `Way` gives the placement of each tensor that a call reads,
+the call that one rank makes on its parts, and the placement of the results. If all ranks run a way
+and their results are put together, the result equals that of the whole call. Every rule is tested
+for this, in all its ways, and the proof of a placed program relies on it. An operator without a
+rule has
+one way: all of its inputs are whole on every rank.
 
-The pass `place` picks a way for every call. `check_placed` is placement typing: it follows how
-each value lies from parameters, inputs and conversions, and accepts a call only as one of the ways.
-What a node notes of the whole call that it is a part of is checked against what the rule makes of
-that; the digests of the proof are of whole calls. So a program that passes computes on all ranks
-together what was captured: a sum that was left out, doubled or made over other dimensions leaves a
-value lying as no reader may take it.
+The pass `place` picks a way for every call. `check_placed` is a type check of placements: it
+follows the placement of each value from parameters, inputs and conversions, and accepts a call only
+as one of its ways. The whole call that a node records is checked against the node by the rule, and
+the digests of the proof are those of whole calls. A program that passes therefore computes, on all
+ranks
+together, what was captured: a sum that was omitted, doubled or taken over other dimensions leaves a
+value with a placement that no reader accepts.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from zerofx.layout.placements import Cut, P, Placement, R, fits, local_shape
 _aten = torch.ops.aten
 AXIS = "tensor"
 Results = Placement | tuple[Placement, ...]
-"""How what a call returns lies: one placement, or one for each tensor of a tuple."""
+"""The placement of a call's result: one, or one for each tensor of a tuple."""
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a call reads: its whole shape, and how it lies now."""
+    """A tensor that a call reads: its whole shape, and its present placement."""
 
     shape: tuple[int, ...]
     now: Placement
@@ -53,10 +55,10 @@ class Operand:
 
 @dataclass(frozen=True)
 class WholeCall:
-    """A call on whole values. args, kwargs: as the operator takes them, a `Hole` for each tensor.
+    """A call on whole values. args, kwargs: its arguments, with a `Hole` for each tensor.
 
-    result: the whole result, a fake tensor or a sequence of such. hints: cuts of the result that
-        are worth a look though nothing that is read is cut so.
+    result: the whole result, a fake tensor or a sequence of them. hints: cuts of the result that
+        are worth considering although no input is cut that way.
     """
 
     target: Any
@@ -76,16 +78,16 @@ class WholeCall:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole result, where it is one tensor."""
+        """The shape of the whole result, if it is one tensor."""
         return tuple(self.result.shape)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to run a call: how its tensors lie, its arguments on one rank, how results lie.
+    """One way to run a call: input placements, one rank's arguments, result placements.
 
-    args: None for those of the whole call. op: the op of zerofx that one rank calls instead, by its
-    name, for a call whose part depends on which rank it is.
+    args: None for those of the whole call. op: the name of the zerofx op that a rank calls instead,
+        if its part of the call depends on its rank.
     """
 
     needs: tuple[Placement, ...]
@@ -96,7 +98,7 @@ class Way:
 
 Rule = Callable[[WholeCall], Iterator[Way]]
 RULES: dict[Any, Rule] = {}
-"""By operator; one that a library registers when it is imported, by its name."""
+"""The rules by operator; operators that a library registers on import are given by name."""
 
 
 def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
@@ -109,7 +111,7 @@ def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def ways(call: WholeCall) -> Iterator[Way]:
-    """Yield the ways in which a call can run: that of its rule, and whole on every rank."""
+    """Yield the ways in which a call can run: those of its rule, and whole on every rank."""
     rule = RULES.get(call.target) or RULES.get(str(call.target))
     if rule is not None:
         for way in rule(call):
@@ -120,7 +122,7 @@ def ways(call: WholeCall) -> Iterator[Way]:
 
 
 def whole_way(call: WholeCall) -> Way:
-    """Return the way in which every rank does all of a call."""
+    """Return the way in which every rank executes the whole call."""
     result = call.result
     is_one = not isinstance(result, (list, tuple))
     return Way((R,) * len(call.operands), R if is_one else (R,) * len(result))
@@ -160,7 +162,7 @@ _POINT = {
 
 @rule_for(*_POINT)
 def _point(call: WholeCall) -> Iterator[Way]:
-    """A result's part comes from the parts of all that it reads; sums of summands are summands."""
+    """A part of the result needs the same part of all inputs; linear calls keep partial sums."""
     shape, count = call.shape, len(call.operands)
     is_linear = call.target in _LINEAR or (call.target in _SUMS and count == 2)
     if is_linear or (call.target in _SCALED and count == 1 and call.args[0] == Hole(0)):
@@ -174,7 +176,7 @@ def _point(call: WholeCall) -> Iterator[Way]:
 
 
 def _candidates(call: WholeCall, shape: Sequence[int]) -> dict[Cut, None]:
-    """Return the cuts of a result that an operand's own cut suggests, by dimension from the end."""
+    """Return the cuts of a result that its operands' cuts suggest, by dimension from the end."""
     found: dict[Cut, None] = dict.fromkeys(call.hints)
     for operand in call.operands:
         if isinstance(operand.now, Cut):
@@ -186,7 +188,7 @@ def _candidates(call: WholeCall, shape: Sequence[int]) -> dict[Cut, None]:
 
 
 def _seen(operand: Operand, cut: Cut, shape: Sequence[int]) -> Placement:
-    """Return how an operand that is broadcast to `shape` lies where the result is cut."""
+    """Return the placement of an operand broadcast to `shape` if the result is cut."""
     dim = cut.dim - (len(shape) - operand.dim)
     is_broadcast = dim < 0 or (operand.shape[dim] == 1 and shape[cut.dim] != 1)
     return R if is_broadcast else Cut(dim, cut.groups)
@@ -205,10 +207,10 @@ def _view(call: WholeCall) -> Iterator[Way]:
 
 
 def viewed(before: Sequence[int], after: Sequence[int], cut: Cut) -> Iterator[Cut]:
-    """Yield the cuts of a view that hold what a cut of its source holds, in the same order.
+    """Yield the cuts of a view that contain the elements of a cut of its source, in the same order.
 
-    Both shapes are divided into stretches of dimensions with equal products. Within its stretch a
-    cut keeps `outer` elements of dimensions before it, its groups included, whole.
+    Both shapes are divided into runs of dimensions with equal products. Within its run, a cut keeps
+    `outer` elements of the dimensions before it whole, including its groups.
     """
     i = j = 0
     while i < len(before) or j < len(after):
@@ -231,7 +233,7 @@ def viewed(before: Sequence[int], after: Sequence[int], cut: Cut) -> Iterator[Cu
 
 
 def _moved(to: Callable[[WholeCall, Cut], int | None]) -> Rule:
-    """Return the rule of a view that moves dimensions: `to` says where that of a cut goes."""
+    """Return the rule of a view that moves dimensions: `to` maps the dimension of a cut."""
 
     def rule(call: WholeCall) -> Iterator[Way]:
         yield Way((P,), P)
@@ -384,7 +386,7 @@ def _unbind(call: WholeCall) -> Iterator[Way]:
 def _cat(call: WholeCall) -> Iterator[Way]:
     count, dim = len(call.operands), _dim(call.argument(1, 0), len(call.shape))
     yield Way((P,) * count, P)
-    empty = [o.shape == (0,) for o in call.operands]  # torch takes such a one with any others
+    empty = [o.shape == (0,) for o in call.operands]  # torch accepts an empty one with any others
     for cut in {o.now: None for o in call.operands if isinstance(o.now, Cut)}:
         if cut.dim != dim:
             yield Way(tuple(R if is_empty else cut for is_empty in empty), cut)
@@ -427,7 +429,7 @@ def _groups(operand: Operand, dim: int) -> int:
 
 @rule_for(_aten.addmm.default)
 def _addmm(call: WholeCall) -> Iterator[Way]:
-    """Its bias is whole or cut with the columns; summands have theirs opened first (see place)."""
+    """The bias is whole or cut with the columns; place splits it off for partial sums."""
     bias, a, b = call.operands
     for groups in {_groups(a, 0), 1}:
         if bias.dim == 1:
@@ -439,10 +441,10 @@ def _addmm(call: WholeCall) -> Iterator[Way]:
 # -- products of experts --------------------------------------------------------------------------
 @rule_for(_aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
 def _grouped_product(call: WholeCall) -> Iterator[Way]:
-    """Rows [rows, in] by groups, each with a matrix of its own, of [groups, in, out].
+    """Multiply rows [rows, in], in groups, each by its own matrix of [groups, in, out].
 
-    Where both have two dimensions, the groups are of the inner one: [in, rows] with [rows, out]
-    give [groups, in, out]. Where groups end is whole on every rank.
+    If both operands have two dimensions, the groups divide the inner one: [in, rows] with [rows,
+    out] give [groups, in, out]. The ends of the groups are whole on every rank.
     """
     if len(call.operands) != 3:
         return
@@ -463,7 +465,7 @@ def _grouped_product(call: WholeCall) -> Iterator[Way]:
 
 @rule_for("transformers.grouped_mm_fallback_backward.default")
 def _grouped_product_backward(call: WholeCall) -> Iterator[Way]:
-    """Return gradients of the rows and of the matrices."""
+    """Yield the ways to compute the gradients of the rows and of the matrices."""
     x, weight, _, grad = call.operands
     yield Way((R, R, R, P), (P, P))
     for groups in {_groups(weight, 2), _groups(grad, 1), 1}:
@@ -507,7 +509,7 @@ def _dims(call: WholeCall) -> set[int]:
 
 
 def _left(cut: Cut, dims: set[int], call: WholeCall) -> Cut:
-    """Return a cut behind a reduction over other dimensions."""
+    """Return a cut after a reduction over other dimensions."""
     keeps = len(call.shape) == call.operand(0).dim
     return cut if keeps else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.groups)
 
@@ -545,7 +547,7 @@ def _embedding(call: WholeCall) -> Iterator[Way]:
 def _embedding_backward(call: WholeCall) -> Iterator[Way]:
     grad, ids = call.operands
     yield Way((P, R), P)
-    if call.args[4]:  # by the frequency of each row, which all ids make
+    if call.args[4]:  # scaled by each row's frequency, which depends on all ids
         return
     if call.args[2] % call.ranks == 0:
         rows, padding = call.args[2] // call.ranks, call.args[3]
@@ -572,7 +574,7 @@ def _index(call: WholeCall) -> Iterator[Way]:
 
 @rule_for(_aten.index_put.default)
 def _index_put(call: WholeCall) -> Iterator[Way]:
-    """Rows put, or added, where one whole index along the first dimension says."""
+    """Rows written or added at the positions of one whole index along the first dimension."""
     x, indices = call.operand(0), call.args[1]
     if len(call.operands) != 3 or not isinstance(indices[0], Hole) or len(indices) != 1:
         return
@@ -589,7 +591,7 @@ def _index_put(call: WholeCall) -> Iterator[Way]:
 
 @rule_for(_aten.new_zeros.default)
 def _new_zeros(call: WholeCall) -> Iterator[Way]:
-    """Zeros lie in any way; that of what they are made like is the likeliest to be asked for."""
+    """Zeros can have any placement; that of the template tensor is the most likely to be needed."""
     x, shape = call.operand(0), call.shape
     yield Way((P,), P)
     for cut in _candidates(call, shape):
@@ -626,7 +628,7 @@ def _layer_norm_backward(call: WholeCall) -> Iterator[Way]:
             yield Way((cut,) * 4 + rest, (cut, P, P))
 
 
-_HEADS = (0, 1)  # of [batch, heads, length, width]: attention is one for each
+_HEADS = (0, 1)  # of [batch, heads, length, width]: attention is independent per batch and head
 
 
 @rule_for(_aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -640,9 +642,10 @@ def _attention_backward(call: WholeCall) -> Iterator[Way]:
 
 
 def _by_heads(call: WholeCall, query: Operand, given: int) -> Iterator[Way]:
-    """Cut queries, keys, values and all that goes with them by batch or head, a mask if it can be.
+    """Cut queries, keys, values and related tensors by batch or head; also a mask if possible.
 
-    Keys have as many heads as queries, else a rank's queries would need another's keys.
+    Keys must have as many heads as queries, otherwise a rank's queries would need another rank's
+    keys.
     """
     cuts = [query.now] if isinstance(query.now, Cut) else []
     for cut in dict.fromkeys([*cuts, Cut(1), Cut(0)]):
@@ -659,7 +662,7 @@ def _by_heads(call: WholeCall, query: Operand, given: int) -> Iterator[Way]:
 
 # -- checking -------------------------------------------------------------------------------------
 def item(gives: Results, index: int) -> Placement:
-    """Return how one result of several lies."""
+    """Return the placement of one of several results."""
     return gives[index] if isinstance(gives, tuple) else gives
 
 
@@ -668,10 +671,10 @@ def is_item(node: fx.Node) -> bool:
 
 
 def check_placed(program: Planned) -> None:
-    """Check how the values of a program lie, where the pass `place` has cut any.
+    """Check the placements of a program's values, if the pass `place` has cut any.
 
     Raises:
-        ProgramError: names the value, how it lies, and what was needed.
+        ProgramError: names the value, its placement, and the placement that was needed.
     """
     if Fact.PLACED not in program.facts or program.plan.parallel.tensor == 1:
         return
@@ -682,10 +685,11 @@ def check_placed(program: Planned) -> None:
 
 
 class _Typing:
-    """Walks one graph. lies: node -> placement, or one for each tensor of a tuple; None: no value.
+    """The check of one graph. lies: node -> placement, one per tensor of a tuple, or None.
 
-    shapes: node -> whole shape, or one for each. saved: how what forward saved lies, with shapes,
-    and the bucket of a gathered copy. bucket: of such a copy that backward is given.
+    shapes: node -> whole shape, or one per tensor. saved: the placements of the values saved by
+        forward, with their shapes and the bucket of a gathered copy. bucket: the bucket of such a
+        copy in backward.
     """
 
     def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
@@ -740,7 +744,7 @@ class _Typing:
         return R, shape_of(value(node))
 
     def _op(self, node: fx.Node, spec: Any) -> None:
-        """Note what an op of zerofx gives that changes no value."""
+        """Record the placement of the result of a zerofx op that changes no value."""
         if spec.kind is Kind.VIEW:
             full: Any
             offset: Any
@@ -822,7 +826,7 @@ class _Typing:
         self._check_shape(node, placed)
 
     def _plain(self, node: fx.Node, tensors: list[fx.Node]) -> None:
-        """Take a call that a later pass made: of whole values, or a copy of one as it lies."""
+        """Check a call that a later pass added: it reads whole values, or copies one as it is."""
         if all(self.lies[t] == R for t in tensors):
             val = value(node)
             is_one = isinstance(val, torch.Tensor)
@@ -887,7 +891,7 @@ class _Typing:
         return kept
 
     def _sent_as(self, spec: OutputInfo) -> Any:
-        """Return how a result must lie: as its receiver takes it, or else whole."""
+        """Return the required placement of a result: that of its receiver, otherwise whole."""
         graph = {Role.OUTPUT: FORWARD, Role.INPUT_GRAD: BACKWARD}.get(spec.role)
         for wire in self.program.stage.wires:
             if (wire.graph, wire.source, wire.output) == (graph, self.position, spec.index):
@@ -900,7 +904,7 @@ def _is_cut(gives: Any) -> bool:
 
 
 def _is_local(way: Way, call: WholeCall, node: fx.Node, tensors: list[fx.Node]) -> bool:
-    """Say whether a node is the call that a way has one rank make."""
+    """Return whether a node is the call that a way prescribes for one rank."""
     spec = spec_of(node)
     name = spec.name if spec is not None else ""
     if name != way.op or (not name and node.target is not call.target):

@@ -1,4 +1,4 @@
-"""A Program: the graphs of one signature of one model, with what every pass did to them."""
+"""Programs: the graphs of one signature of one model, with the history of the passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from zerofx.layout.placements import Part, R
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
 
-if TYPE_CHECKING:  # only the reports' types: see the methods that import them
+if TYPE_CHECKING:  # only for the types of reports: see the methods that import them
     from zerofx.tools.reports import Recorded
     from zerofx.tools.views.look import Look
     from zerofx.tools.views.memory import MemoryView
@@ -34,7 +34,7 @@ _P = TypeVar("_P", bound="Program")
 
 
 class Fact(Enum):
-    """What a pass may require of a program, establish, or destroy."""
+    """A property of a program that a pass may require, establish, or destroy."""
 
     CAPTURED = auto()
     TIED_MERGED = auto()
@@ -61,10 +61,10 @@ NO_BUCKETS = Layout(buckets=(), mesh=Mesh.of())  # before they are assigned
 
 @dataclass(frozen=True)
 class Use:
-    """One name of a parameter: its number among all names of the model, and the layer it is in.
+    """One name of a parameter: its number among all names of the model, and its layer.
 
-    unit: that of the layer itself, which of a tied parameter may be another one than the first's.
-    layer: as of `ParamInfo`.
+    unit: the unit of that layer, which for a tied parameter may differ from that of the first name.
+    layer: as in `ParamInfo`.
     """
 
     number: int
@@ -76,12 +76,13 @@ class Use:
 class ParamInfo:
     """One parameter as captured; tied names all map to the first (`canonical`).
 
-    dtype: in which its value is kept. compute_dtype: in which the graphs read it.
-    layer: "linear" or "embedding" for the weight of such a module. tile: which tile of a tiled
-    parameter it is. style: how its layer may be cut over the tensor axis, see `layout.styles`, and
-    `outputs` which of its dimensions counts the layer's outputs, -1 for none. part: how it is cut;
-    then `shape` is that of a rank's part. uses: under which of its names which layer has it.
-    positions: of the pipeline stages that hold it.
+    dtype: the format in which its value is kept. compute_dtype: the format in which the graphs read
+        it.
+    layer: "linear" or "embedding" for the weight of such a module. tile: the tile of a tiled
+        parameter. style: how its layer may be cut over the tensor axis, see `layout.styles`.
+    outputs: the dimension that counts the layer's outputs, or -1. part: its cut;
+        then `shape` is that of a rank's part. uses: its names, each with its layer.
+    positions: the pipeline stages that hold it.
     """
 
     name: str
@@ -106,16 +107,16 @@ class ParamInfo:
 
 @dataclass(frozen=True)
 class Calling:
-    """How the user's call maps to the graph and back.
+    """The mapping between the user's call and the graph.
 
     in_spec: tree of ((args...), {kwargs}); leaves are numbered in its order.
     tensor_leaves: numbers of the leaves that are tensors (graph inputs); others were constants.
-    out_spec: tree of the result; `outputs` below give where each leaf comes from.
-    constants: output leaf -> the Python value it always has (None, a number, a string).
-    loss: output leaf that is differentiated, None where all float outputs are.
-    detached: output leaves that require no grad in eager PyTorch, and so none here.
-    dropped: names of outputs of unknown types left out (a KV cache).
-    left: what each call leaves in attributes of the model that forward does not look at; each has
+    out_spec: tree of the result; the fields below give the origin of each leaf.
+    constants: output leaf -> its constant Python value (None, a number, a string).
+    loss: output leaf that is differentiated, or None if all float outputs are.
+    detached: output leaves that require no grad in eager PyTorch, and therefore none here.
+    dropped: names of omitted outputs of unknown types (a KV cache).
+    left: changes that each call makes to attributes that forward does not read; each has
         `apply(model)`.
     """
 
@@ -133,10 +134,10 @@ class Calling:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the captured graph computes, as digests that `verify` compares every rewrite with.
+    """The computation of the captured graph, as digests that `verify` compares every rewrite with.
 
     outputs: label ("grad wte.weight", "output #1") -> digest of the value's whole expression.
-    values: short digests of all values, to name the first one that differs.
+    values: short digests of all values, used to name the first one that differs.
     """
 
     outputs: dict[str, str]
@@ -145,9 +146,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Record:
-    """What a program was behind a pass, in full.
+    """The full state of a program after a pass.
 
-    comm_bytes: what a rank sends in a step; peak_bytes: the most that it holds in one.
+    comm_bytes: bytes that a rank sends in a step; peak_bytes: the most bytes that it holds in a
+        step.
     """
 
     comm_bytes: int = 0
@@ -158,7 +160,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a program's history; its record is made when first asked for."""
+    """One line of a program's history; its record is made on first access."""
 
     pass_spec: str
     summary: str
@@ -167,7 +169,7 @@ class Entry:
 
     @property
     def comm_bytes(self) -> int:
-        """What a rank sends in a step."""
+        """The bytes that a rank sends in a step."""
         return self.record().comm_bytes
 
     @property
@@ -181,13 +183,13 @@ class Entry:
 
     @property
     def dump(self) -> str:
-        """The program's text behind the pass, identical layers once."""
+        """The program's text after the pass, with identical layers once."""
         return f"# {self.header}\n\n{self.record().body}"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of one value or bucket under the plan's budget, and why.
+    """A decision on one value or bucket under the plan's budget, with its reason.
 
     subject: a node's or a bucket's name. choice: "keep", "recompute", "keep gathered", ...
     """
@@ -202,9 +204,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Loop:
-    """How the training loop goes through a step: backwards a step, all but the last under no_sync
-    or not.
-    """
+    """A training step: its number of backwards, and whether all but the last run under no_sync."""
 
     accumulation: int = 1
     no_sync: bool = False
@@ -212,12 +212,12 @@ class Loop:
 
 @dataclass(frozen=True)
 class Wire:
-    """A value that one pipeline stage makes and a later one reads, or a gradient on its way back.
+    """A value that one pipeline stage computes and a later one reads, or a gradient sent back.
 
-    source, target: positions of the stages. graph: in which of a stage's graphs it is sent and
-    received. output, leaf: its numbers among what the source's graph returns and the target's
-    takes. value: a fake of it. digest: of its expression, which `verify` finds on both sides.
-    lies: how it lies over the tensor axis, with the shape of the whole.
+    source, target: positions of the stages. graph: the graph of a stage in which it is sent and
+        received. output, leaf: its position among the source graph's results and the target
+        graph's inputs. value: a fake of it. digest: of its expression, which `verify` compares on
+        both sides. lies: its placement over the tensor axis, with the whole shape.
     """
 
     name: str
@@ -233,12 +233,12 @@ class Wire:
 
 @dataclass(frozen=True)
 class Stage:
-    """Which part of a pipeline a program is: the pipeline stage at `position`, of `size`.
+    """The program's part of a pipeline: the pipeline stage at `position`, of `size`.
 
-    wires: all of the pipeline, in the order in which each stage sends and takes them.
-    results: the user's outputs, each with the stage that makes it. trained: the parameters that any
-    stage has gradients for. num_leaves, num_outputs: how many the user's call has; those of wires
-    are numbered from there.
+    wires: all wires of the pipeline, in the order in which each stage sends and receives them.
+    results: the user's outputs, each with the stage that computes it. trained: the parameters for
+        which any stage has gradients. num_leaves, num_outputs: the counts of the user's call; wires
+        are numbered after those.
     """
 
     position: int = 0
@@ -250,24 +250,24 @@ class Stage:
     num_outputs: int = 0
 
     def taken(self, graph: str) -> tuple[Wire, ...]:
-        """Return what this stage's graph receives."""
+        """Return the wires that this stage's graph receives."""
         return tuple(w for w in self.wires if w.graph == graph and w.target == self.position)
 
     def sent(self, graph: str) -> tuple[Wire, ...]:
-        """Return what this stage's graph sends."""
+        """Return the wires that this stage's graph sends."""
         return tuple(w for w in self.wires if w.graph == graph and w.source == self.position)
 
 
 @dataclass(frozen=True)
 class Pool:
-    """The slots that the programs of one model share: their bytes, and which stay between steps."""
+    """The slots that a model's programs share: their bytes, and which persist between steps."""
 
     sizes: tuple[int, ...] = ()
     stay: frozenset[int] = frozenset()
 
 
 class Unproved(Enum):
-    """Why a program has no reference to be compared with."""
+    """The reason why a program has no reference to compare with."""
 
     NOT_YET = "merge-tied has not run"
     GIVEN_UP = "the user accepts other mathematics than was captured"
@@ -275,18 +275,18 @@ class Unproved(Enum):
 
 @dataclass(kw_only=True)
 class Program(ABC):
-    """The compiler's unit of work: `Captured` until it has a plan, `Planned` from there on.
+    """The compiler's unit of work: `Captured` until it has a plan, `Planned` from then on.
 
-    What asks for graphs alone takes a Program; what asks for a plan or a layout takes a Planned.
+    Code that needs only graphs takes a Program; code that needs a plan or a layout takes a Planned.
 
     graphs: {"joint"} after capture of a training call, {"forward"} for an inference call,
         {"forward", "backward"} after `split`.
-    outputs: per graph, what each element of its output tuple stands for.
+    outputs: per graph, the meaning of each element of its output tuple.
     params: canonical name -> ParamInfo, in registration order.
-    compute_dtype: what capture was asked to compute in; None if the user asked for no format, so
-        that each parameter keeps its own.
-    captured: the captured graph as ranks compare it, one operator per line; empty if it is not.
-    sizes: the sizes of inputs that vary from call to call, none if all are as they were captured.
+    compute_dtype: the requested compute format; None if the user requested none and each parameter
+        keeps its own.
+    captured: the captured graph as ranks compare it, one operator per line; empty if there is none.
+    sizes: the sizes of inputs that vary from call to call; empty if all are as captured.
     """
 
     graphs: dict[str, fx.GraphModule]
@@ -302,7 +302,7 @@ class Program(ABC):
 
     @abstractmethod
     def planned(self) -> Planned:
-        """Return the program as passes and analyses take it; the graphs are shared, not copied."""
+        """Return the program for passes and analyses; the graphs are shared, not copied."""
 
     def graph(self, name: str) -> fx.Graph:
         return self.graphs[name].graph
@@ -316,7 +316,7 @@ class Program(ABC):
         """Return the elements of a graph's output tuple (nodes, or None)."""
         return list(self.graph(graph).output_node().args[0])  # type: ignore[arg-type]
 
-    # Each report imports its view when it is called, so that training loads none of them.
+    # Each report imports its view when it is called, so that training does not load any of them.
     def dump(self, level: str = "nodes") -> str:
         """Return the program as text: level summary, units, regions, nodes or full."""
         from zerofx.ir.dump import dump_program
@@ -324,7 +324,7 @@ class Program(ABC):
         return dump_program(self, level=level)
 
     def schedule(self, basis: str = "aten") -> ScheduleView:
-        """Return what runs when in each lane: print it, or take its `to_dict()`.
+        """Return the schedule of each lane: print it, or use its `to_dict()`.
 
         basis: as in `memory`.
         """
@@ -333,14 +333,14 @@ class Program(ABC):
         return schedule_of(self, basis)
 
     def memory(self, **options: Any) -> MemoryView:
-        """Return what a rank holds, with `peak_bytes`: print it, or take its `to_dict()`.
+        """Return the memory of a rank, with `peak_bytes`: print it, or use its `to_dict()`.
 
         options: `basis="aten"` (the default) counts regions op by op, `"compiled"` as Inductor
-            compiles them, which takes a compile of those that the cache lacks; `optimizer_bytes`
-            per element; `keeps_results`, whether the loop holds all results until step() or the
-            loss alone (the default); `accumulation`, `no_sync`; `sizes`, such as {"s0_1": 512},
+            compiles them, which compiles the regions missing from the cache; `optimizer_bytes`
+            per element; `keeps_results`, whether the loop holds all results until step() or only
+            the loss (the default); `accumulation`, `no_sync`; `sizes`, for example {"s0_1": 512},
             values for sizes that vary (`program.sizes` has their names), instead of the largest
-            that had been seen when the program was compiled.
+            seen when the program was compiled.
         """
         from zerofx.tools.reports import memory_of
 
@@ -352,10 +352,10 @@ class Program(ABC):
         hardware: Hardware | str | os.PathLike[str] | None = None,
         basis: str = "aten",
     ) -> Look:
-        """Return the lanes over time: print it, or write its `page` or its `trace` for Perfetto.
+        """Return the lanes over time: print them, or write the `page`, or the `trace` for Perfetto.
 
-        recording: what `zerofx.record` found of this program, or the files it was saved in.
-        hardware: for which times are predicted: a name, a file, a description.
+        recording: the result of `zerofx.record` for this program, or the files it was saved in.
+        hardware: the hardware for which times are predicted: a name, a file, or a description.
         basis: as in `memory`.
         """
         from zerofx.tools.reports import look_at
@@ -365,7 +365,8 @@ class Program(ABC):
     def view(self, path: str | os.PathLike[str], passes: bool = True, **beside: Any) -> Path:
         """Write one offline HTML page: lanes over time, memory, every pass and decision.
 
-        passes: with what each pass changed, for which all of them run again. beside: as in `look`.
+        passes: include the changes of each pass, for which all passes run again. beside: as in
+            `look`.
         """
         return self.look(**beside).page(path, passes)
 
@@ -379,13 +380,13 @@ class Program(ABC):
 
 @dataclass(kw_only=True)
 class Captured(Program):
-    """What capture makes of one call of a model: graphs without communication, and no plan yet."""
+    """The capture of one call of a model: graphs without communication, and no plan yet."""
 
     def planned(self) -> Planned:
         """Return the program under the default plan, with no pass run on it.
 
-        The pipeline puts its own plan in place of that one; the reports take it as it is, for
-        no plan changes what a program without communication holds and computes.
+        The pipeline replaces the default plan by its own. The reports use it as it is, because
+        no plan changes the memory and compute of a program without communication.
         """
         shared = {f.name: getattr(self, f.name) for f in fields(Program)}
         return Planned(plan=Plan(), **shared)
@@ -396,18 +397,18 @@ class Planned(Program):
     """A program with the plan that it is compiled for, which passes rewrite one by one.
 
     world_size: ranks; 1 until buckets are assigned.
-    hardware: what it is planned for.
-    layout: where each parameter lies; without buckets until they are assigned (`is_laid_out`).
-    slot_bytes: the bytes of each slot; none until slots are assigned.
-    reference: what the captured graph computes, taken by `merge-tied`; or why it is missing.
-    signature: digest of inputs, parameters and computation: equal for interchangeable programs;
+    hardware: the hardware that it is planned for.
+    layout: the location of each parameter; without buckets until they are assigned (`is_laid_out`).
+    slot_bytes: the bytes of each slot; empty until slots are assigned.
+    reference: the computation of the captured graph, taken by `merge-tied`; or why it is missing.
+    signature: digest of inputs, parameters and computation, equal for interchangeable programs;
         empty until the reference is taken.
-    directory: the emitted directory that the program was loaded from; None for one that was not,
-        which has no files to quote in an error or to run as they are.
-    decisions: what the budget decided, each with its reason.
-    loop: what memory is counted for, and the budget was solved for.
+    directory: the emitted directory that the program was loaded from. None for a program that was
+        not loaded, which has no files to quote in an error or to execute.
+    decisions: the decisions of the budget, each with its reason.
+    loop: the training loop for which memory is counted and the budget was solved.
     pool: the slots that other programs of the model need too.
-    stage: which part of a pipeline it is; the only one where the plan has no pipeline.
+    stage: the program's stage of a pipeline; the only one if the plan has no pipeline.
     """
 
     plan: Plan
@@ -427,14 +428,14 @@ class Planned(Program):
 
     @property
     def is_laid_out(self) -> bool:
-        """Whether buckets are assigned, so that the layout has every parameter."""
+        """Whether buckets are assigned, so that the layout contains every parameter."""
         return Fact.BUCKETS_ASSIGNED in self.facts
 
     def planned(self) -> Planned:
         return self
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
-        """Write the module that runs into a directory."""
+        """Write the executable module into a directory."""
         from zerofx.codegen.emit import emit
 
         return emit(self, directory)
@@ -444,7 +445,7 @@ class Planned(Program):
 
 
 def placeholders(graph: fx.Graph) -> list[fx.Node]:
-    """Return a graph's placeholders: nothing stands before or between them."""
+    """Return a graph's placeholders, which are its first nodes."""
     return list(takewhile(lambda n: n.op == "placeholder", graph.nodes))
 
 

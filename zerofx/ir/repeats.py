@@ -1,4 +1,4 @@
-"""Find identical layers: stretches of a sequence that repeat one after another."""
+"""Repeats: identical layers, found as runs of a sequence that repeat one after another."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-CANDIDATES = 12  # how many later occurrences of a first line are tried as the next layer's
-WORTH = 4  # lines that must be saved for a repeat to be worth two lines of frame
+CANDIDATES = 12  # later occurrences of a first line that are tried as the next layer
+WORTH = 4  # lines that a repeat must save to justify its two frame lines
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """`count` equal stretches of `period` lines each, the first at line `start`."""
+    """`count` equal runs of `period` lines each, the first at line `start`."""
 
     start: int
     period: int
@@ -25,9 +25,9 @@ class Repeat:
 
 
 def find_repeats(keys: Sequence[Hashable], may_start: Sequence[bool]) -> list[Repeat]:
-    """Return the repeats of `keys` in order, greedily the one that covers most from each line on.
+    """Return the repeats of `keys` in order, greedily choosing the longest one from each line on.
 
-    may_start: lines at which a stretch may begin, so that a stretch is a layer and not the second
+    may_start: lines at which a run may begin, so that a run is a layer rather than the second
         half of one and the first half of the next.
     """
     numbers: dict[Hashable, int] = {}
@@ -49,7 +49,7 @@ def find_repeats(keys: Sequence[Hashable], may_start: Sequence[bool]) -> list[Re
 
 
 def _best_at(line: np.ndarray, at: int, occurrences: list[int]) -> Repeat | None:
-    """Return the repeat at `at` that covers most lines; `occurrences` are in falling order."""
+    """Return the repeat at `at` that covers most lines; `occurrences` are in descending order."""
     while occurrences and occurrences[-1] <= at:
         occurrences.pop()
     best: Repeat | None = None
@@ -76,10 +76,11 @@ Layers = Sequence[tuple[object, ...]]
 class Row:
     """One line of a text that may be collapsed.
 
-    label: what the line belongs to (a unit); a layer may begin where it changes.
-    key: equal for lines that are alike in two identical layers.
+    label: the owner of the line (a unit); a layer may begin where it changes.
+    key: equal for corresponding lines of two identical layers.
     volatile: values that differ from layer to layer (bucket, slot), shown as ranges if they do.
-    is_main: the line names its layer (compute); others may belong to the next one (a prefetch).
+    is_main: the line determines its layer (compute); others may belong to the next one (a
+        prefetch).
     write: the line's text for given volatile values; only called for lines that are shown.
     """
 
@@ -91,7 +92,7 @@ class Row:
 
 
 def collapse(rows: Sequence[Row], indent: str = "    ", is_on: bool = True) -> list[str]:
-    """Return the rows' texts, of identical layers the first only, framed by `layer k, xN`."""
+    """Return the rows' texts, with only the first of identical layers, framed by `layer k, xN`."""
     starts = [i == 0 or rows[i].label != rows[i - 1].label for i in range(len(rows))]
     repeats = find_repeats([r.key for r in rows], starts) if is_on else []
     lines: list[str] = []
@@ -118,7 +119,7 @@ def _layer(rows: Sequence[Row], repeat: Repeat, indent: str) -> list[str]:
 
 
 def is_numbered(label: str) -> bool:
-    """Say whether a label names a numbered layer."""
+    """Return whether a label names a numbered layer."""
     return any(c.isdigit() for c in label)
 
 
@@ -128,7 +129,7 @@ def _write(rows: Sequence[Row]) -> str:
 
 
 def spans(layers: Layers) -> tuple[str, ...]:
-    """Write each value as what it is over the layers: `3`, `2..97`, `0|1`, `[..]`."""
+    """Write the range of each value over the layers: `3`, `2..97`, `0|1`, `[..]`."""
     return tuple(_span(values) for values in zip(*layers, strict=True))
 
 

@@ -1,7 +1,7 @@
-"""From symbols to sizes: graphs that were traced, or read, on symbolic fakes, and back to these.
+"""Settling: replace symbols by sizes in traced graphs, and evaluate programs at other sizes.
 
-`settle` makes numbers of symbols. `take_forms` runs a finished program on symbols once more, and so
-proves that it serves the sizes that it says: whatever a pass has made of a number is asked again.
+`settle` replaces symbols by numbers. `take_forms` runs a finished program on symbols again, which
+proves that it serves the sizes that it declares: every number that a pass computed is checked.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def settle(
     hints: Mapping[str, int],
     mode: FakeTensorMode | None = None,
 ) -> None:
-    """Put sizes in the place of symbols, and give every node the value that it has at the hints.
+    """Replace symbols by sizes, and give every node its value at the hints.
 
-    Nodes that computed sizes are gone. mode: of the values; a new one by default.
+    Nodes that computed sizes are removed. mode: the fake mode of the values; a new one by default.
     """
     written = Written(symbols, hints)
     symbolic = {node for node in graph.nodes if is_symbolic(value(node))}
@@ -51,7 +51,7 @@ def settle(
 
 
 class Written:
-    """Turns symbolic values into sizes."""
+    """The conversion of symbolic values to sizes."""
 
     def __init__(self, symbols: Symbols, hints: Mapping[str, int]) -> None:
         self._symbols, self._hints = symbols, hints
@@ -83,7 +83,7 @@ def _replaced(argument: Any, written: Callable[[Any], Any], symbolic: set[fx.Nod
 
 
 def note_form(node: fx.Node, val: Any, written: Callable[[Any], Any]) -> None:
-    """Note shape and strides of a node's value, if they depend on sizes."""
+    """Record shape and strides of a node's value, if they depend on sizes."""
     node.meta.pop(FORM, None)
     if not isinstance(val, Tensor):
         return
@@ -101,16 +101,16 @@ class Values:
     def __init__(self, mode: FakeTensorMode, sizes: Mapping[str, Any]) -> None:
         self._mode, self._sizes = mode, sizes
         self.of: dict[fx.Node, Any] = {}
-        self._made: dict[Any, Any] = {}  # calls of one form, as layers have them, share a value
+        self._made: dict[Any, Any] = {}  # calls of one form share a value
 
     def take(self, node: fx.Node) -> Any:
-        """Return and note the value of any node but the output's."""
+        """Compute, record and return the value of any node except the output."""
         is_given = node.op in ("placeholder", "get_attr")
         made = self.of[node] = self.given(node) if is_given else self.run(node)
         return made
 
     def given(self, node: fx.Node) -> Tensor:
-        """Return the value of what a graph is given: of its form, at these sizes."""
+        """Return the value of a graph input: a tensor of its form at these sizes."""
         shape, strides = form(node)
         val = value(node)
         with self._mode, torch.inference_mode(False), torch.no_grad():
@@ -123,7 +123,7 @@ class Values:
             return made.requires_grad_(val.requires_grad)
 
     def run(self, node: fx.Node) -> Any:
-        """Return what a call makes of values that are known."""
+        """Return the result of a call on known values."""
         args, named = fx.node.map_aggregate((node.args, node.kwargs), self._argument)  # type: ignore[misc]
         spec = spec_of(node)
         rule: Any = spec.fake if spec is not None and spec.kind is Kind.VIEW else node.target
@@ -138,7 +138,7 @@ class Values:
 
 
 def _form_of(given: Any) -> Any:
-    """Return what two arguments have alike that give results alike."""
+    """Return the properties of an argument that determine the form of the result."""
     if isinstance(given, Tensor):
         sizes = given.shape, given.stride(), (given.storage_offset(),)
         return *map(_form_of, sizes), given.dtype, given.device, type(given)
@@ -173,7 +173,7 @@ def values_at(program: Program, mode: FakeTensorMode, sizes: Mapping[str, Any]) 
 
 
 def with_sizes(program: P, sizes: Mapping[str, int]) -> P:
-    """Return a copy of a program whose values are those at other sizes.
+    """Return a copy of a program with its values at other sizes.
 
     Raises:
         ProgramError: the program has no such size, or does not serve these values.
@@ -210,13 +210,14 @@ def _moved(argument: Any, sizes: Mapping[str, int]) -> Any:
 
 
 def take_forms(program: Program) -> Sizes:
-    """Note the form of every node's value; return the sizes that the program serves.
+    """Record the form of every node's value; return the sizes that the program serves.
 
-    These are at most those that it was captured for: its own operators may ask more of sizes.
+    These are at most those for which it was captured: its own operators may have further
+    conditions.
 
     Raises:
-        ProgramError: a value has another form at other sizes than what was captured, or the
-            program serves one value of a size alone; the message names the node or the size.
+        ProgramError: a value has a form at other sizes that differs from the captured one, or the
+            program serves only one value of a size; the message names the node or the size.
     """
     symbols = Symbols(program.sizes.hints)
     written = Written(symbols, program.sizes.hints)
@@ -231,7 +232,7 @@ def take_forms(program: Program) -> Sizes:
     if constants := symbols.constants():
         names = [str(d) for s in program.sizes.symbols if s.name in constants for d in s.dims]
         raise ProgramError(
-            f"{program.model_name}: a pass has made a number of {', '.join(names)}, which varies"
+            f"{program.model_name}: a pass has fixed the value of {', '.join(names)}, which varies"
         )
     both = dict.fromkeys((*program.sizes.conditions, *symbols.conditions()))
     return replace(program.sizes, conditions=tuple(both))

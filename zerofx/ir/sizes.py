@@ -1,13 +1,14 @@
-"""Sizes that vary from call to call: how a graph holds them, and what they are at a call.
+"""Sizes that vary from call to call: their representation in a graph, and their values at a call.
 
-A dimension of an input that varies has a symbol, `s0`. A graph holds no symbols and no nodes that
-compute with them. An argument of a node that depends on one is a `Size` (or a `Ratio`): a number,
-which also knows the expression that it is the value of. Its number belongs to one choice of sizes,
-the program's hints, and so do all fake values. Passes and analyses therefore see plain numbers:
-nothing that they compare can narrow what the program holds for. What is written says the
+A dimension of an input that varies has a symbol, `s0`. A graph contains no symbols and no nodes
+that compute with them. An argument of a node that depends on one is a `Size` (or a `Ratio`): a
+number that also carries the expression that it is the value of. The number is the value at one
+choice of sizes, the program's hints, and so are all fake values. Passes and analyses therefore see
+plain numbers, and no comparison they make can narrow the sizes that the program serves. Written
+forms contain the
 expression: emitted source, dumps, and the digests of the proof.
 
-A node's `form` is its value's shape and strides in this form, for what is written of them.
+A node's `form` is its value's shape and strides with such sizes.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from zerofx.ir.meta import value
 from zerofx.ir.text import describe, short_dtype
 from zerofx.runtime.regions.keys import usual_sizes
 
-FORM = "zfx_form"  # in a node's meta
-NUMBER = -1  # in the place of a dimension: the argument itself, an int or a float
+FORM = "zfx_form"  # key in a node's meta
+NUMBER = -1  # instead of a dimension: the argument itself, an int or a float
 
 
 class _Expression:
@@ -59,15 +60,15 @@ class Ratio(_Expression, float):
     """A fraction that depends on sizes."""
 
 
-# -- Which sizes of a call vary, and for which values a program holds ------------------------------
+# -- The sizes of a call that vary, and the values that a program serves ---------------------------
 
 
 @dataclass(frozen=True)
 class Dim:
-    """A dimension of an input: of the leaf of this number, called `name` by the user.
+    """A dimension of an input: that of the leaf with this number, which the user calls `name`.
 
     dim: `NUMBER` if the leaf is a number itself.
-    is_stride: its stride is meant, of a tensor that is not contiguous, instead of its size.
+    is_stride: the stride of the dimension instead of its size, for a tensor that is not contiguous.
     """
 
     leaf: int
@@ -82,7 +83,7 @@ class Dim:
         return f"{self.name}.{where}"
 
     def read(self, leaves: Sequence[Any]) -> Any:
-        """Return what it is at a call with these leaves."""
+        """Return the value at a call with these leaves."""
         tensor = leaves[self.leaf]
         if self.dim == NUMBER:
             return tensor
@@ -91,7 +92,7 @@ class Dim:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A size that varies, and the dimensions that have it, the first of which it is read from."""
+    """A size that varies, and the dimensions that have it; its value is read from the first one."""
 
     name: str
     hint: int
@@ -103,7 +104,7 @@ class Sizes:
     """The sizes of a program that vary.
 
     conditions: Python expressions of the symbols' names. The program serves the sizes for which all
-        of them are true, and which are at least 2 (torch computes with 0 and 1 in ways of its own),
+        of them are true and which are at least 2 (torch treats 0 and 1 specially),
         or fractions.
     """
 
@@ -119,7 +120,7 @@ class Sizes:
 
     @property
     def typical(self) -> dict[str, int]:
-        """Return the values for which regions are compiled: near the hints, as others have them."""
+        """Return the sizes for which regions are compiled: usual values near the hints."""
         found = usual_sizes(self.hints)
         return found if self.allow(found) else self.hints
 
@@ -128,36 +129,36 @@ class Sizes:
         return {s.name: s.dims[0].read(leaves) for s in self.symbols}
 
     def allow(self, values: Mapping[str, int]) -> bool:
-        """Tell whether the program serves these sizes."""
+        """Return whether the program serves these sizes."""
         if any(isinstance(v, int) and v < 2 for v in values.values()):
             return False
         return all(evaluate(text, values) for text in self.conditions)
 
 
 def evaluate(text: str, values: Mapping[str, int]) -> Any:
-    """Return what an expression is for some sizes."""
+    """Return the value of an expression for some sizes."""
     return eval(_compiled(text), {"__builtins__": {}, "math": math, **_BUILTINS}, dict(values))
 
 
 @lru_cache(maxsize=4096)
 def _compiled(text: str) -> Any:
-    """Compile an expression of sizes; one that does anything but arithmetic is not compiled.
+    """Compile an expression of sizes; only arithmetic is accepted.
 
     Raises:
-        ProgramError: it is no such expression.
+        ProgramError: the text is not such an expression.
     """
     try:
         tree = ast.parse(text, "<size>", "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ProgramError(f"{text[:80]!r} is no expression of sizes ({error})") from error
+        raise ProgramError(f"{text[:80]!r} is not an expression of sizes ({error})") from error
     nodes = list(ast.walk(tree))
     if sum(isinstance(node, ast.Pow) for node in nodes) > 2 or not all(map(_is_arithmetic, nodes)):
-        raise ProgramError(f"{text[:80]!r} is no expression of sizes")
+        raise ProgramError(f"{text[:80]!r} is not an expression of sizes")
     return compile(tree, "<size>", "eval")
 
 
 def _is_arithmetic(node: ast.AST) -> bool:
-    """Tell whether a node of an expression can do nothing but compute a number, in a short time."""
+    """Return whether a node of an expression can only compute a number, in a short time."""
     if isinstance(node, ast.Attribute):
         return ast.unparse(node.value) == "math" and node.attr in _OF_MATH
     if isinstance(node, ast.Call):
@@ -181,7 +182,7 @@ _ARITHMETIC = (
 
 
 def is_number(text: str) -> bool:
-    """Tell whether an expression depends on no size."""
+    """Return whether an expression depends on no size."""
     return not _names(text)
 
 
@@ -190,7 +191,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 def at(given: Any, values: Mapping[str, int]) -> Any:
-    """Return a `Size`, or what holds some in tuples, lists and dicts, as it is for some sizes."""
+    """Evaluate a `Size`, or those inside tuples, lists and dicts, for some sizes."""
     if isinstance(given, (Size, Ratio)):
         return evaluate(given.text, values)
     if isinstance(given, dict):
@@ -215,7 +216,7 @@ _FUNCTIONS = frozenset({"math", *_BUILTINS, *_OF_MATH})
 
 
 def form(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shape and strides of a node's tensor, with a `Size` for what varies."""
+    """Return the shape and strides of a node's tensor, with a `Size` for each value that varies."""
     known = node.meta.get(FORM)
     if known is not None:
         return known
@@ -224,7 +225,7 @@ def form(node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def describe_node(node: fx.Node) -> str:
-    """Return `f32[s0_0, 16]` for a node's value: a size that varies by its expression."""
+    """Return `f32[s0_0, 16]` for a node's value, with varying sizes as expressions."""
     known, val = node.meta.get(FORM), value(node)
     if known is None:
         return describe(val)

@@ -1,9 +1,9 @@
-"""What an op of zerofx is: one declaration that every part of the compiler asks.
+"""Op specs: one declaration per zerofx op, which every part of the compiler queries.
 
-A pass inserts ops, codegen writes and reads them, verify proves them, the planner weighs and times
-them. None of these knows an op by name: each asks its `OpSpec`, which is declared once, in
-`zerofx/ops/`, or by a package outside. Only the op's own definition, the pass that inserts it and
-its method of the engine name it.
+Passes insert ops, codegen writes and reads them, verify proves them, and the planner predicts their
+memory and time. None of these refers to an op by name. Each queries its `OpSpec`, which is declared
+once, in `zerofx/ops/` or in an external package. Only the op's own definition, the pass that
+inserts it and its method of the engine name it.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from zerofx.runtime.schedule import add_method
 
 
 class Kind(Enum):
-    """What an op does in a schedule. A launch returns what only `wait` may read."""
+    """The action of an op in a schedule. Only `wait` may read the result of a launch."""
 
     LAUNCH = "launch"  # starts a transfer; its result may be read after its wait
-    WAIT = "wait"  # lets a transfer end; returns what it delivered
-    MAKE = "make"  # gives memory or a value at once
-    VIEW = "view"  # looks into a gathered bucket
+    WAIT = "wait"  # completes a transfer; returns its result
+    MAKE = "make"  # allocates memory or creates a value immediately
+    VIEW = "view"  # views a part of a gathered bucket
     PACK = "pack"  # writes gradients into its first argument
-    STORE = "store"  # gives a reduced slice to p.grad
-    UPDATE = "update"  # runs the optimizer over a shard, in place
+    STORE = "store"  # moves a reduced slice to p.grad
+    UPDATE = "update"  # runs the optimizer on a shard, in place
     RELEASE = "release"  # drops a gathered copy
-    SYNC = "sync"  # a collective that is launched and waited for in one
+    SYNC = "sync"  # a collective that is launched and waited for in one call
 
 
 STEPS = frozenset({Kind.LAUNCH, Kind.WAIT, Kind.RELEASE, Kind.PACK, Kind.UPDATE, Kind.SYNC})
 
 
 class Carries(Enum):
-    """What an op moves, makes or takes."""
+    """The content that an op moves, creates or consumes."""
 
     PARAMETERS = "a bucket's parameters, whole"
     SHARD = "this rank's shard of a bucket"
     GRADIENTS = "a bucket's gradients, whole"
     REDUCED = "this rank's slice of reduced gradients"
-    VALUE = "a value of the model's"  # numbered by itself, not by a bucket
+    VALUE = "a value of the model's"  # numbered as a value, not as a bucket
     BUFFERS = "the model's buffers"
     NOTHING = "whatever its argument holds"
 
 
 class Holds(Enum):
-    """Where the content of a stretch of memory comes from, as verify follows it."""
+    """The origin of the content of a range of memory, as verify follows it."""
 
     GATHERED = "gathered"  # an all-gather: alive from launch to release
     RESIDENT = "resident"  # refreshed in place: stays between calls
@@ -64,28 +64,28 @@ class Holds(Enum):
     PARAM = "parameter"  # a full parameter, before sharding
     STATE = "state"  # a module buffer or user input that forward updates afterwards
     PACKED = "packed"  # a gradient buffer, until its reduction has been waited for
-    REDUCED = "reduced"  # what a reduction delivers
-    LEAVING = "offloaded"  # a value whose memory is given back once its copy has ended
+    REDUCED = "reduced"  # the result of a reduction
+    LEAVING = "offloaded"  # a value whose memory is freed when its copy completes
     HOSTED = "hosted"  # its copy on the host
     STORED = "stored"  # its copy on NVMe
-    RELOADED = "reloaded"  # and back on the device
-    CONVERTED = "converted"  # a value that lies in another way over the ranks of an axis
-    STAGED = "shard read from NVMe"  # into host memory
-    NEAR = "reloaded shard"  # of a bucket that lives off the device: its shard, there
+    RELOADED = "reloaded"  # its copy back on the device
+    CONVERTED = "converted"  # a value after a change of placement
+    STAGED = "shard read from NVMe"  # a shard's copy in host memory
+    NEAR = "reloaded shard"  # the device copy of a shard kept off the device
 
 
 class _InOrder(type):
-    """Lets a class be iterated over its instances, in the order in which they were made."""
+    """A metaclass that iterates over the instances of its class in order of creation."""
 
     def __iter__(cls) -> Iterator[Any]:
         return iter(cls._made.values())  # type: ignore[attr-defined]
 
 
 class Lane(str, metaclass=_InOrder):
-    """Where a step takes its time: one per name. Steps of one lane run one after the other.
+    """A sequence of steps that run one after the other; there is one lane per name.
 
-    An op that needs a lane of its own makes it: `Lane("block gather")`. Views, timelines and
-    recordings show it after those that are there.
+    An op that needs a lane of its own creates it: `Lane("block gather")`. Views, timelines and
+    recordings show it after the existing ones.
     """
 
     _made: ClassVar[dict[str, Lane]] = {}
@@ -123,12 +123,12 @@ Lane.H2D = Lane("from host")
 Lane.NVME = Lane("from nvme")
 Lane.TO_NVME = Lane("to nvme")
 Lane.VALUES = Lane("values")  # collectives of the model's own values, over a tensor axis
-Lane.UPDATE = Lane("host update")  # the optimizer over what lives off the device
+Lane.UPDATE = Lane("host update")  # the optimizer on states kept off the device
 
 
 @dataclass(frozen=True)
 class Exact:
-    """The proof erases the op: what it delivers is what was sent, bit for bit."""
+    """The proof erases the op: its result is bitwise equal to what was sent."""
 
     def __str__(self) -> str:
         return "exact"
@@ -136,10 +136,11 @@ class Exact:
 
 @dataclass(frozen=True)
 class Bounded:
-    """The proof erases the op but notes its error.
+    """The proof erases the op but records its error.
 
-    relative: each element differs from what was sent by at most this, times the largest magnitude
-        of its block. block: that many neighbouring elements of a rank's part form a block.
+    relative: the largest difference of an element from the sent value, relative to the largest
+        magnitude of its block. block: the number of adjacent elements of a rank's part that form a
+        block.
     """
 
     relative: float
@@ -151,7 +152,7 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Payload:
-    """What one launch moves. what: the collective's kind or the copy's lane of traffic."""
+    """The data that one launch moves. what: the collective's kind or the copy's lane of traffic."""
 
     what: str
     nbytes: int
@@ -168,41 +169,42 @@ def _takes_no_time(walk: Any, node: fx.Node) -> None:
 
 @dataclass(frozen=True, eq=False)
 class OpSpec:
-    """All that is known of one op.
+    """The complete declaration of one op.
 
-    What torch needs
-        schema: as torch.library takes it. fake: the shape rule. run: what a graph's node does when
-        a graph is run: `run(calls, *args)`, with `runtime.graph_calls.GraphCalls`. has_effect: the
-        node stays where nothing reads its result.
-    What it is
-        kind, carries; axis: the mesh axis that it communicates over, "" for a rank's own. bucket,
-        slot: positions of these arguments, None for none. stays: what it delivers lies in memory
-        that stays between calls. in_backward: it belongs into backward only. lands: the tier in
-        which its result lies. takes: what it may be given although no other op may read that.
-    In time
-        lane, verb ("AG") and what the verb means. task: appends its tasks to a
-        `analysis.task_walk.Walk`. sends: the collectives of a node, `moves`: its copies between
-        tiers, both as `Payload` (see `analysis.traffic`).
-    In memory
-        hold: the storages that its result lies in (see `analysis.places.Places`). arrive: the same
-        for the wait of a launch. borrows: of a reduction, whether it
-        receives into the buffers of its axis. receives: of a collective of values, what it borrows
-        of these buffers over gloo: `receives(node, ranks, is_native)`, where is_native says whether
-        a full buffer of so many bytes is reduced natively. is_static: dropping its result frees
-        nothing. adds, frees: bytes of the device that the op takes and gives back, for the columns
-        of a dump.
+    For torch
+        schema: as for torch.library. fake: the shape rule. run: the action of a node when a graph
+            is executed: `run(calls, *args)`, with `runtime.graph_calls.GraphCalls`. has_effect: the
+            node is kept even if nothing reads its result.
+    Identity
+        kind, carries; axis: the mesh axis that it communicates over, "" for a local op. bucket,
+            slot: positions of these arguments, or None. stays: its result is in memory that
+                persists between calls. in_backward: it is allowed only in backward. lands: the tier
+                of its result. takes: inputs that it may read although no other op may.
+    Time
+        lane, verb ("AG") and the meaning of the verb. task: appends its tasks to a
+            `analysis.task_walk.Walk`. sends: the collectives of a node; `moves`: its copies between
+            tiers; both as `Payload` (see `analysis.traffic`).
+    Memory
+        hold: the storages of its result (see `analysis.places.Places`). arrive: the same
+            for the wait of a launch. borrows: for a reduction, whether it
+            receives into the buffers of its axis. receives: for a collective of values, the part of
+            these buffers that it borrows over gloo: `receives(node, ranks, is_native)`, where
+            is_native says whether a full buffer of a given number of bytes is reduced natively.
+            is_static: dropping its result frees nothing. adds, frees: bytes of the device that the
+                op allocates and frees, for the columns of a dump.
     Names and code
-        stem: the name of its result; arrives_as: of what its wait returns. method: the engine's,
-        which emitted code calls as `rt.<method>`; runtime: that method, given the engine, for an
-        op that the engine has no method for. write: its statement, `read`: the reverse (see
-        `codegen.schedule.Function`, `codegen.load_calls.Calls`). place: before its unit in dumps.
-    Over the ranks of an axis
-        lies: of a conversion, how its result lies: `lies(now, shape, args, ranks)`, with how its
-        argument lies and the whole shape, or a text that says what it needs.
-    In the proof
-        order: checks it and notes what it does to memory (see `ir.order.Order`); end: what its
-        wait checks. erase: the digest of its value (see `ir.verify_values.Numbering`). precision:
-        `Exact` or `Bounded`. oracle: for the independent executor of the tests.
+        stem: the name of its result; arrives_as: of its wait's result. method: the engine's method,
+            which emitted code calls as `rt.<method>`; runtime: that method, called with the engine,
+            for an op that the engine has no method for. write: its statement; `read`: the reverse
+            (see `codegen.schedule.Function`, `codegen.load_calls.Calls`). place: text before its
+            unit in dumps.
+    Placement over the ranks of an axis
+        lies: for a conversion, the placement of its result: `lies(now, shape, args, ranks)`, with
+            its argument's placement and whole shape; a returned text states what it requires.
+    Proof
+        order: checks it and records its effect on memory (see `ir.order.Order`); end: the check of
+            its wait. erase: the digest of its value (see `ir.verify_values.Numbering`). precision:
+            `Exact` or `Bounded`. oracle: for the independent executor of the tests.
     """
 
     schema: str
@@ -236,7 +238,7 @@ class OpSpec:
     is_static: Callable[[fx.Node, Layout], bool] = field(default=lambda node, layout: False)
     adds: Callable[[fx.Node], int] = field(default=lambda node: 0)
     frees: Callable[[fx.Node], int] = field(default=lambda node: 0)
-    frees_at_wait: bool = False  # of the device: what it was given
+    frees_at_wait: bool = False  # its input's device memory
 
     stem: str = ""
     arrives_as: Callable[[fx.Node], str] | None = None
@@ -245,7 +247,7 @@ class OpSpec:
     write: Callable[[Any, fx.Node], tuple[str, ...]] | None = None
     read: Callable[..., Any] | None = None
     place: str = ""
-    is_quiet: bool = False  # shown by dumps at level "nodes" only
+    is_quiet: bool = False  # shown only by dumps at level "nodes"
 
     lies: Callable[..., Any] | None = None
     end: Callable[[Any, fx.Node, fx.Node], None] | None = None
@@ -269,17 +271,17 @@ class OpSpec:
 
     @property
     def is_sync(self) -> bool:
-        """Whether it is a collective that is launched and waited for in one."""
+        """Whether it is a collective that is launched and waited for in one call."""
         return self.kind is Kind.SYNC
 
     @property
     def is_value(self) -> bool:
-        """Whether what it moves is numbered as a value, not as a bucket."""
+        """Whether its content is numbered as a value rather than as a bucket."""
         return self.carries is Carries.VALUE
 
     @property
     def is_gather(self) -> bool:
-        """Whether it brings a bucket's parameters together from several ranks."""
+        """Whether it gathers a bucket's parameters from several ranks."""
         return self.kind is Kind.LAUNCH and self.carries is Carries.PARAMETERS
 
     @property
@@ -289,23 +291,23 @@ class OpSpec:
 
     @property
     def is_reload(self) -> bool:
-        """Whether it brings a rank's shard to the device."""
+        """Whether it copies a rank's shard to the device."""
         is_shard = self.kind is Kind.LAUNCH and self.carries is Carries.SHARD
         return is_shard and self.lands is Tier.DEVICE
 
     @property
     def is_copy(self) -> bool:
-        """Whether it is a launch of a rank's own that moves a value of the model's."""
+        """Whether it is a local launch that moves a value of the model."""
         return self.kind is Kind.LAUNCH and self.is_value and not self.is_agreed
 
     @property
     def is_exchange(self) -> bool:
-        """Whether it launches a collective on a value of the model's."""
+        """Whether it launches a collective on a value of the model."""
         return self.kind is Kind.LAUNCH and self.is_value and self.is_agreed
 
     @property
     def is_move(self) -> bool:
-        """Whether it is a launch of a rank's own that moves a shard or a reduced slice."""
+        """Whether it is a local launch that moves a shard or a reduced slice."""
         return self.kind is Kind.LAUNCH and not self.is_agreed and not self.is_value
 
 
@@ -315,14 +317,14 @@ _SPECS: dict[OpOverload, OpSpec] = {}
 
 
 def define(spec: OpSpec) -> OpOverload:
-    """Register an op with torch and with zerofx; return what graphs call.
+    """Register an op with torch and with zerofx; return the callable that graphs use.
 
     Raises:
-        ValueError: an op of this name is there already.
+        ValueError: an op of this name exists already.
     """
     name = spec.name
     if any(known.name == name for known in _SPECS.values()):
-        raise ValueError(f"an op named {name} is there already. Give the new one another name.")
+        raise ValueError(f"an op named {name} exists already. Give the new one another name.")
 
     def real(*args: Any, **kwargs: Any) -> Any:
         return spec.run(current_calls(), *args, **kwargs)
@@ -344,12 +346,12 @@ def _asks_engine(spec: OpSpec) -> bool:
 
 
 def spec_of(node: fx.Node) -> OpSpec | None:
-    """Return the spec of the op that a node calls, None for compute and everything else."""
+    """Return the spec of the op that a node calls, or None for compute and everything else."""
     return _SPECS.get(node.target)  # type: ignore[call-overload]
 
 
 def target_of(spec: OpSpec) -> OpOverload:
-    """Return what graphs call for a spec."""
+    """Return the callable that graphs use for a spec."""
     return next(op for op, known in _SPECS.items() if known is spec)
 
 
@@ -359,17 +361,17 @@ def specs() -> tuple[OpSpec, ...]:
 
 
 def timed_calls() -> tuple[str, ...]:
-    """Return the engine's methods that are a step of a schedule each."""
+    """Return the engine's methods that correspond to one step of a schedule each."""
     return tuple(spec.call for spec in specs() if spec.kind in STEPS)
 
 
 def verb_of(lane: Lane) -> str:
-    """Return the verb of the launches on a lane that is for one way, as those between tiers are."""
+    """Return the verb of a lane whose launches all go one way, such as between two tiers."""
     return next(s.verb for s in specs() if s.kind is Kind.LAUNCH and s.lane is lane)
 
 
 def meanings() -> dict[str, str]:
-    """Return what each verb of a launch means, in the order of the lanes."""
+    """Return the meaning of each launch's verb, in the order of the lanes."""
     order = list(Lane)
     told = [spec for spec in specs() if spec.verb and spec.lane is not None]
     told.sort(key=lambda s: (order.index(s.lane), s.kind is Kind.SYNC))  # type: ignore[arg-type]
@@ -377,25 +379,25 @@ def meanings() -> dict[str, str]:
 
 
 def kind_of(node: fx.Node) -> Kind | None:
-    """Return what the op of a node does, None for nodes that call no op of zerofx."""
+    """Return the kind of a node's op, or None for nodes that call no zerofx op."""
     spec = spec_of(node)
     return None if spec is None else spec.kind
 
 
 def launch_of(wait: fx.Node) -> fx.Node:
-    """Return the launch that a wait ends."""
+    """Return the launch that a wait completes."""
     return wait.all_input_nodes[0]
 
 
 def launched(node: fx.Node) -> OpSpec | None:
-    """Return the spec of the launch that a wait ends; None for nodes that are no wait of one."""
+    """Return the spec of the launch that a wait completes, or None if the node is no such wait."""
     if kind_of(node) is not Kind.WAIT or kind_of(launch_of(node)) is not Kind.LAUNCH:
         return None
     return spec_of(launch_of(node))
 
 
 def is_wait_of(node: fx.Node, test: Callable[[OpSpec], bool]) -> bool:
-    """Say whether a node waits for a launch whose spec passes a test."""
+    """Return whether a node waits for a launch whose spec passes a test."""
     spec = launched(node)
     return spec is not None and test(spec)
 
@@ -406,25 +408,25 @@ def wait_for(launch: fx.Node) -> fx.Node:
 
 
 def is_reduction(node: fx.Node) -> bool:
-    """Say whether a node launches the reduction of a bucket's gradients."""
+    """Return whether a node launches the reduction of a bucket's gradients."""
     spec = spec_of(node)
     return spec is not None and spec.is_reduction
 
 
 def is_exchange(node: fx.Node) -> bool:
-    """Say whether a node launches a collective on a value of the model's."""
+    """Return whether a node launches a collective on a value of the model."""
     spec = spec_of(node)
     return spec is not None and spec.is_exchange
 
 
 def takes_slot(node: fx.Node) -> bool:
-    """Say whether a node's result may lie in a slot."""
+    """Return whether a node's result may be in a slot."""
     spec = spec_of(node)
     return spec is not None and spec.slot is not None and spec.kind is not Kind.RELEASE
 
 
 def slot_of(node: fx.Node) -> int:
-    """Return the slot that a node's result lies in, or that it gives back; -1 for none."""
+    """Return the slot of a node's result, or the slot that it releases; -1 if there is none."""
     spec = spec_of(node)
     position = None if spec is None else spec.slot
     if position is None or len(node.args) <= position:
@@ -440,7 +442,7 @@ def set_slot(node: fx.Node, slot: int) -> None:
 
 
 def bucket_of(node: fx.Node) -> int:
-    """Return the bucket that a node names, -1 for none."""
+    """Return the bucket that a node names, or -1."""
     spec = spec_of(node)
     position = None if spec is None else spec.bucket
     return -1 if position is None else node.args[position]  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""How values and names are written, in dumps and in emitted source."""
+"""Text forms: values and names as written in dumps and in emitted source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def short_dtype(dtype: torch.dtype) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return `f32[8, 16]` for a fake tensor, a tuple of those for several."""
+    """Return `f32[8, 16]` for a fake tensor, or a tuple of these for several."""
     if isinstance(value, torch.Tensor):
         return _typed(value.dtype, tuple(value.shape))
     if isinstance(value, (tuple, list)):
@@ -38,18 +38,19 @@ def _typed(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{short_dtype(dtype)}[{', '.join(map(str, shape))}]"
 
 
-_NAME_BYTES = 120  # of an identifier; region names are file names as well, which end at 255
+_NAME_BYTES = 120  # length of an identifier; region names are also file names, limited to 255
 
 
 @lru_cache(maxsize=16384)
 def identifier(text: str) -> str:
     """Turn a qualified name into a Python identifier.
 
-    It is in the form to which Python normalises identifiers (NFKC), so that two of them are the
-    same variable only if they are equal. A very long name is cut, and ends in a digest of itself.
+    It has the form to which Python normalises identifiers (NFKC), so that two identifiers are the
+    same variable only if they are equal. A very long name is truncated and ends in a digest of
+    itself.
     """
     name = re.sub(r"\W+", "_", unicodedata.normalize("NFKC", text)).strip("_")
-    if not name.isascii():  # \w has characters that no identifier has, such as U+2460
+    if not name.isascii():  # \w matches characters that identifiers cannot contain, such as U+2460
         name = "".join(c if f"v{c}".isidentifier() else "_" for c in name).strip("_")
     if len(name) > _NAME_BYTES // 4 and len(name.encode()) > _NAME_BYTES:
         digest = hashlib.sha256(name.encode()).hexdigest()[:8]
@@ -66,17 +67,17 @@ _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U(00[01][0-9a-f]{5})|(
 
 @lru_cache(maxsize=16384)
 def escaped(text: str) -> str:
-    """Return `text` as it may stand on one line, in a comment or in a docstring.
+    """Return `text` in a form that fits on one line, in a comment or in a docstring.
 
     Backslashes and double quotes are preceded by a backslash. Every character that is not printable
     (line and page breaks of any kind, NUL, lone surrogates, bidirectional controls) is written as
-    `\\x0c`, `\\u2028` or `\\U000e0001`. `unescaped` gives the text back.
+    `\\x0c`, `\\u2028` or `\\U000e0001`. `unescaped` restores the text.
     """
     return printable(_SPECIAL.sub(r"\\\g<0>", text))
 
 
 def unescaped(text: str) -> str:
-    """Return what `escaped` was given."""
+    """Return the original of a text that `escaped` returned."""
     return _ESCAPE.sub(_unescape, text) if "\\" in text else text
 
 
@@ -86,15 +87,15 @@ def _unescape(found: re.Match[str]) -> str:
 
 
 def printable(text: str) -> str:
-    """Return one line of text for a person to read: only characters that print, the rest escaped.
+    """Return one line of text for display: printable characters only, the rest escaped.
 
-    Unlike `escaped` it leaves backslashes as they are, so that it cannot be undone.
+    Unlike `escaped` it does not escape backslashes, so it cannot be undone.
     """
     return text if text.isprintable() else "".join(map(_shown, text))
 
 
 def as_text(lines: Iterable[str]) -> str:
-    """Join the lines of a view: whatever characters names have, each stays one line."""
+    """Join the lines of a view; each remains one line, whatever characters its names contain."""
     return "\n".join(map(printable, lines))
 
 
@@ -109,5 +110,5 @@ def _shown(char: str) -> str:
 
 @lru_cache(maxsize=16384)
 def without_numbers(text: str) -> str:
-    """Return a qualified name with its layer numbers left out: `blocks.*.fc1`."""
+    """Return a qualified name with its layer numbers replaced by `*`: `blocks.*.fc1`."""
     return re.sub(r"\d+", "*", text)

@@ -1,6 +1,6 @@
-"""Prove a program: what it reads when (order), and that it computes what was captured (dataflow).
+"""Verification: prove the order of a program's reads, and that it computes what was captured.
 
-Run after every pass and on every load. Only what the facts of a program establish is demanded.
+It runs after every pass and on every load. It demands only what the facts of a program establish.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest, label_of
 from zerofx.policy import schedules
 
-# -- The outer shape of a program: regions in one piece, what crosses to backward, buffers synced
+# -- The outer structure of a program: contiguous regions, saved values, synchronised buffers ------
 
 
 def check_regions(program: Planned, graph: str) -> None:
-    """Check that each region is one unbroken run of compute, a getitem beside its producer."""
+    """Check that each region is contiguous compute, with each getitem in its producer's region."""
     seen: set[int] = set()
     current: int | None = None
     for node in program.graph(graph).nodes:
@@ -44,17 +44,22 @@ def check_regions(program: Planned, graph: str) -> None:
                 program,
                 graph,
                 node,
-                f"region {region} is interrupted before {node.name}: communication may stand "
-                "between regions only",
+                f"region {region} is interrupted before {node.name}: communication is allowed "
+                "only between regions",
             )
         if node.target is operator.getitem and info(root_producer(node)).region != region:
-            raise fault(program, graph, node, f"{node.name} is cut off from what it takes apart")
+            raise fault(
+                program,
+                graph,
+                node,
+                f"{node.name} is not in the region of the call that it unpacks",
+            )
         seen.add(region)
         current = region
 
 
 def check_saved(program: Planned) -> None:
-    """Check that backward takes what forward saves: as many values, of the same form."""
+    """Check that backward takes what forward saves: the same number of values, of equal form."""
     output = program.graph(FORWARD).output_node()
     results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
     given = [result for spec, result in results if spec.role is Role.SAVED]
@@ -92,7 +97,7 @@ def _form(val: Any) -> str:
 
 
 def check_synced(program: Planned) -> None:
-    """Check that updated buffers follow rank 0 as the plan says, once all passes have run."""
+    """Check that updated buffers follow rank 0 as the plan demands, once all passes have run."""
     plan = program.plan
     if Fact.SLOTS_ASSIGNED not in program.facts or FORWARD not in program.graphs:
         return
@@ -110,23 +115,24 @@ def check_synced(program: Planned) -> None:
             raise fault(program, FORWARD, result, message)
 
 
-# -- Prove a program -------------------------------------------------------------------------------
+# -- The proof of a program ------------------------------------------------------------------------
 
 
 def verify(program: Planned) -> None:
     """Check every invariant of a program.
 
-    Order: a gathered parameter is read between its wait and its release; each launch is waited
-    for; each gradient is packed at its own offset and its bucket reduced once, complete, at scale
-    1/world_size; buffers in one slot never overlap; nothing saved looks into a gathered buffer
-    that goes away. Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs,
-    gradients and buffer updates are the expressions that were captured. Where values are cut over
-    the tensor axis, each lies as its readers need it, and the expressions are of whole values. An
-    op that declares an error bound is erased like an exact one; `bounds` says which there are, and
-    a plan that asks for the captured bits allows none.
+    Order: a gathered parameter is read between its wait and its release; each launch is waited for;
+    each gradient is packed at its own offset, and its bucket is reduced once, complete, at scale
+    1/world_size; buffers in one slot never overlap; no saved value aliases a gathered buffer that
+    is released.
+    Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs, gradients and buffer
+    updates are the captured expressions. If values are sharded over the tensor axis, each has the
+    placement that its readers need, and the expressions are of whole values. An op that declares an
+    error bound is erased like an exact one; `bounds` lists these ops, and a plan that demands
+    bitwise numerics allows none.
 
     Raises:
-        ProgramError: naming the invariant, the parameter, the user's line, with the ten lines of
+        ProgramError: names the invariant, the parameter and the user's line, with the ten lines of
             the graph (of schedule.py, for a loaded program) around the node.
     """
     crossing = Crossing()
@@ -143,14 +149,14 @@ def verify(program: Planned) -> None:
 
 
 def bounds(program: Program) -> dict[str, Bounded]:
-    """Return the error that each op of a program declares, those that are exact left out."""
+    """Return the declared error of each inexact op of a program."""
     called = (spec_of(n) for gm in program.graphs.values() for n in gm.graph.nodes)
     found = {spec.name: spec.precision for spec in called if spec is not None}
     return {name: rule for name, rule in found.items() if isinstance(rule, Bounded)}
 
 
 def check_precision(program: Planned) -> None:
-    """Check that no op changes values where the plan asks for the bits that were captured."""
+    """Check that no op changes values if the plan demands the captured bits."""
     if program.plan.numerics != "bitwise":
         return
     inexact = bounds(program)
@@ -169,7 +175,7 @@ def check_precision(program: Planned) -> None:
 
 
 def check_dataflow(program: Planned) -> None:
-    """Check that a program computes its reference, where it has one."""
+    """Check that a program computes its reference, if it has one."""
     reference = program.reference
     if not isinstance(reference, Reference):
         return
@@ -196,7 +202,7 @@ def check_dataflow(program: Planned) -> None:
 def _first_difference(
     program: Planned, reference: Reference, numbering: Numbering, wrong: Output | None
 ) -> tuple[str, fx.Node, str]:
-    """Return the first node whose value the captured graph does not have, else the wrong output."""
+    """Return the first node whose value the captured graph lacks, or else the wrong output."""
     for graph, gm in program.graphs.items():
         for node in gm.graph.nodes:
             made = numbering.of.get(node)
@@ -224,16 +230,16 @@ def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]
 
 
 def constants(node: fx.Node) -> tuple[object, ...]:
-    """Return what a collective is called with but tensors; of a list of these, how many."""
+    """Return the non-tensor arguments of a collective, with lists replaced by their lengths."""
     given = [len(a) if isinstance(a, (list, tuple)) else a for a in args(node)]
     return tuple(a for a in given if not isinstance(a, fx.Node))
 
 
 def verify_ranks(programs: Sequence[Planned]) -> None:
-    """Check the programs of all ranks, and that they launch the same collectives in one order.
+    """Check the programs of all ranks, and that they launch the same collectives in the same order.
 
     Raises:
-        ProgramError: naming the first rank and call that differ from rank 0's.
+        ProgramError: names the first rank and call that differ from rank 0's.
     """
     for program in programs:
         verify(program)
@@ -245,19 +251,19 @@ def verify_ranks(programs: Sequence[Planned]) -> None:
             if ours != theirs:
                 raise ProgramError(
                     f"rank {rank} would launch {_call(ours)} as its collective {i + 1}, rank 0 "
-                    f"{_call(theirs)}: they would wait for each other for ever; run one program "
+                    f"{_call(theirs)}, and both would wait forever. Run one program "
                     "on all ranks"
                 )
 
 
 def verify_stages(programs: Sequence[Planned]) -> None:
-    """Check the programs of a pipeline's stages, and that each sends what the next one takes.
+    """Check the programs of a pipeline's stages, and that each sends what the next one receives.
 
     programs: of all stages, in order, each cut from the same program.
 
     Raises:
-        ProgramError: a stage is broken, sends another value than its receiver takes it for, a
-            gradient is missing, or the schedule comes to a halt.
+        ProgramError: a stage is invalid, sends a value other than the one its receiver expects, a
+            gradient is missing, or the schedule deadlocks.
     """
     made = []
     for program in programs:
@@ -312,7 +318,7 @@ def _check_schedule(programs: Sequence[Planned]) -> None:
     held = schedules.stuck(orders, sorted(links, key=repr))
     if held:
         where = ", ".join(f"stage {p} at {action}" for p, action in enumerate(held))
-        raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}")
+        raise ProgramError(f"the schedule {parallel.schedule} deadlocks: {where}")
 
 
 def _call(call: tuple[str, str, tuple[object, ...]] | None) -> str:
@@ -322,11 +328,11 @@ def _call(call: tuple[str, str, tuple[object, ...]] | None) -> str:
     return f"{op.removeprefix('zerofx::')}{arguments} in {graph}"
 
 
-# -- The reference: what a captured program computes, as digests, and the signature of its call ----
+# -- The reference: a captured program's computation as digests, and the signature of its call -----
 
 
 def take_reference(program: Planned) -> Reference:
-    """Return what a program computes, for later programs to be compared with."""
+    """Return the computation of a program, as the reference for later programs."""
     numbering = Numbering(program)
     values = (v[:SHORT] for v in numbering.of.values() if isinstance(v, str))
     return Reference(
@@ -336,9 +342,9 @@ def take_reference(program: Planned) -> Reference:
 
 
 def take_signature(program: Program, reference: Reference) -> str:
-    """Return the digest of a call: its inputs, parameters, buffers, and what is computed of them.
+    """Return the digest of a call: its inputs, parameters, buffers and computation.
 
-    Programs of one signature and layout can stand for each other, whatever their plans.
+    Programs with equal signature and layout are interchangeable, whatever their plans.
     """
     inputs = [
         (info(n).role, info(n).name, info(n).index, _spec(value(n)))

@@ -1,4 +1,4 @@
-"""How a broken program is reported: what, where, and the ten lines around the node."""
+"""Fault reports: the broken invariant, its location, and the ten lines around the node."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ AROUND = 10
 
 
 def fault(program: Planned, graph: str, node: fx.Node, message: str) -> ProgramError:
-    """Return the error for a broken invariant: the message, the user's line, and the surroundings.
+    """Return the error for a broken invariant: the message, the user's line, and the context.
 
-    The surroundings are the lines of schedule.py where the program was loaded from an emitted
-    directory, else lines of the graph.
+    The context consists of lines of schedule.py if the program was loaded from an emitted
+    directory, otherwise of lines of the graph.
     """
     where = user_line(node)
     place = f" ({where})" if where and where not in message else ""
@@ -27,13 +27,13 @@ def fault(program: Planned, graph: str, node: fx.Node, message: str) -> ProgramE
 
 
 def user_line(node: fx.Node) -> str:
-    """Return the user's line of a node, or of what it reads: communication has none itself."""
+    """Return the user's line of a node, or of its inputs: communication has no line of its own."""
     reads = node.all_input_nodes if node.op == "call_function" else []
     return next((info(n).line for n in (node, *reads) if info(n).line), "")
 
 
 def name_of(node: fx.Node) -> str:
-    """Name a node for a message: by the user's name where it has one."""
+    """Name a node for a message: by the user's name if it has one."""
     if node.op == "output":
         return "the result"
     return info(node).name or node.name
@@ -57,6 +57,6 @@ def file_lines(path: str, marked: int) -> list[str]:
 
 
 def _graph_lines(program: Planned, graph: str, node: fx.Node) -> list[str]:
-    # the result tuple is no line of its own: what stands last is shown instead
+    # the result tuple has no line of its own: the last node is shown instead
     shown = node.prev if node.op == "output" else node
     return dump.fault(program, graph, shown, AROUND).split("\n")

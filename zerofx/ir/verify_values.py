@@ -1,10 +1,10 @@
 """Value numbering: every value of a program gets a digest of its whole expression.
 
-Two programs compute the same exactly if their outputs have the same digests. What zerofx adds is
-erased, each op as its spec says: launch, wait and sync are identities, a view of a bucket at the
-layout's offset is the parameter, what was packed, reduced and stored are the gradients. A saved
-value is the forward value it came from. A recomputed node has the digest of the first one; so has a
-view or copy that changes neither shape nor strides.
+Two programs compute the same if and only if their outputs have the same digests. Ops that zerofx
+adds are erased, each as its spec declares: launch, wait and sync are identities, a view of a bucket
+at the layout's offset is the parameter, and the packed, reduced and stored values are the
+gradients. A saved value is the forward value it came from. A recomputed node has the digest of the
+original one, and a view or copy that keeps shape and strides has the digest of its source.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import spec_of
 
 _aten = torch.ops.aten
-# Views and copies: where shape and strides stay as they were, the result is the argument.
+# Views and copies: if shape and strides are unchanged, the result is the argument.
 SAME_VALUES = frozenset({
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.view.default,
     _aten.expand.default, _aten.slice.Tensor, _aten.permute.default,
@@ -48,7 +48,7 @@ SHORT = 6  # characters of a digest kept to tell values apart within one program
 
 @dataclass(frozen=True)
 class _Erased:
-    """A call on whole values, in the place of a node that computes a rank's part of it."""
+    """A call on whole values that replaces a node computing a rank's part of it."""
 
     target: Any
     args: tuple[Any, ...]
@@ -57,7 +57,7 @@ class _Erased:
 
 @dataclass
 class Packed:
-    """A gradient buffer: which digest was packed where."""
+    """A gradient buffer: the digests packed into it, by offset."""
 
     bucket: int
     contents: dict[int, tuple[str, fx.Node]] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Output:
-    """One result of a program: its digest, and the node that makes it."""
+    """One result of a program: its digest, and the node that computes it."""
 
     digest: str
     graph: str
@@ -77,7 +77,7 @@ def digest(text: str) -> str:
 
 
 def label_of(role: Role, name: str, index: int = -1) -> str:
-    """Name an output of a program, uniquely: `output 1 (loss)`, `grad wte.weight`."""
+    """Return the unique name of a program's output: `output 1 (loss)`, `grad wte.weight`."""
     return f"{role.value} {index} ({name})" if index >= 0 else f"{role.value} {name}"
 
 
@@ -93,7 +93,7 @@ class Numbering:
         self.of: dict[fx.Node, Any] = {}
         self.outputs: dict[str, Output] = {}
         self._draws: dict[Phase, int] = {}
-        self._inverse: dict[str, tuple[str, Any]] = {}  # of a transposition: (dims, its argument)
+        self._inverse: dict[str, tuple[str, Any]] = {}  # transposition -> (dims, its argument)
         self._saved: list[Any] = []
         for name in (JOINT, FORWARD, BACKWARD):
             if name in program.graphs:
@@ -155,7 +155,7 @@ class Numbering:
         if whole.target in _OWN_INVERSE:
             return self._transposed(whole, text)
         if where.is_random:
-            # two draws differ though their expressions are equal: the how-manieth draw tells
+            # two draws differ although their expressions are equal: the draw's index distinguishes
             draw = self._draws[where.phase] = where.draw or self._draws.get(where.phase, 0) + 1
             text += f" {where.phase.value} draw {draw}"
         return digest(text)
@@ -196,8 +196,8 @@ class Numbering:
             source = result
             if result.target is _aten.clone.default and not result.kwargs:
                 source = args(result)[0]
-            # a copy of what forward was given and writes to only keeps it from being overwritten;
-            # a copy of anything else is the model's own
+            # a copy of an input that forward overwrites only preserves the old value;
+            # a copy of anything else belongs to the model
             is_kept = source.op == "placeholder" and place_of(info(source)) in updated
             self._saved.append(self.of[source] if is_kept else made)
         elif spec.role is not Role.SHARD_GRAD:
@@ -205,7 +205,7 @@ class Numbering:
             self.outputs[label] = Output(str(made), graph, result)
 
     def give(self, node: fx.Node, packed: Any) -> None:
-        """Take what a node stores as the gradients of the parameters that were packed."""
+        """Record the values that a node stores as the gradients of the packed parameters."""
         layout = self.program.layout
         if not isinstance(packed, Packed):
             return
@@ -216,7 +216,7 @@ class Numbering:
 
 
 def leaf_digest(role: Role, name: str, index: int = -1) -> str:
-    """Return the digest of what a graph is given."""
+    """Return the digest of a graph input."""
     return digest(f"{role.value} {index if index >= 0 else name}")
 
 
@@ -229,7 +229,7 @@ def _callee(target: Any) -> str:
 
 @functools.cache
 def _formal(target: Any) -> list[tuple[str, str]] | None:
-    """Return (name, default as text) of an op's arguments, None where it has no schema."""
+    """Return (name, default as text) of an op's arguments, or None if it has no schema."""
     schema = schema_of(target)
     if schema is None:
         return None
@@ -259,7 +259,7 @@ def _form(val: Any) -> tuple[Any, ...]:
 def unread(node: fx.Node) -> frozenset[int]:
     """Return the positions of arguments whose values the op does not read.
 
-    A backward op takes them to know whether a gradient is wanted, and of what shape.
+    A backward op takes them only to learn whether a gradient is wanted, and its shape.
     """
     if node.target is _aten.native_layer_norm_backward.default:
         return frozenset({6})  # bias
@@ -270,5 +270,5 @@ def unread(node: fx.Node) -> frozenset[int]:
 
 
 def args(node: fx.Node) -> tuple[Any, ...]:
-    """Return a node's arguments, typed as its op's schema says rather than as a union of all."""
+    """Return a node's arguments, typed by its op's schema rather than as a union of all types."""
     return node.args

@@ -1,13 +1,14 @@
-"""The ops that passes insert: each declared once, with all that the compiler asks of it.
+"""The ops that passes insert: each is declared once, with everything that the compiler queries.
 
-An op is an `OpSpec` (zerofx/ir/spec.py): its schema and shape rule, what a graph's node and emitted
-code call, its name, its lane and its price, what it does to memory, how it is proved. A family of
-ops is one file. They lie above codegen and the planner, whose types their rules use, and below the
-passes, which insert them; whoever only asks about a node imports `zerofx.ir.spec`.
+An op is an `OpSpec` (zerofx/ir/spec.py): its schema and shape rule, the functions that graphs and
+emitted code call, its name, lane and price, its effect on memory, and its rule in the proof. Each
+file contains one family of ops. They import codegen and the planner, whose types their rules use,
+and are imported by the passes that insert them. Code that only inspects nodes imports
+`zerofx.ir.spec`.
 
-`dtype` says where a number format changes: a gather casts the shard before it travels, packing
-casts gradients into their buffer's format, storing casts the reduced slice to the shard's. It is
-left out where nothing changes. The engine takes the formats from the layout.
+`dtype` marks a change of number format: a gather casts the shard before it is sent, packing casts
+gradients into their buffer's format, and storing casts the reduced slice to the format of the
+shard. It is omitted if nothing changes. The engine takes the formats from the layout.
 """
 
 from zerofx.ops.blocks import all_gather_blocks as all_gather_blocks

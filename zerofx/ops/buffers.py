@@ -1,4 +1,4 @@
-"""`sync_buffers`: rank 0's new values of module buffers, on every rank, in one message."""
+"""`sync_buffers`: broadcast rank 0's new values of module buffers to every rank in one message."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _sends(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     if program.world_size == 1:
         return []
     sent = sum(map(nbytes, value(node))) * (program.world_size - 1) if rank == 0 else 0
-    return [Payload("broadcast", sent, torch.uint8.itemsize)]  # every dtype travels as bytes
+    return [Payload("broadcast", sent, torch.uint8.itemsize)]  # every dtype is sent as bytes
 
 
 def _order(o: Order, node: fx.Node) -> None:

@@ -1,7 +1,7 @@
-"""Gathered parameters: launched from their shards, looked into, released.
+"""Gathered parameters: launched from their shards, viewed, released.
 
-`all_gather` brings a bucket together into a slot or memory of the call's own. `refresh` brings it
-up to date in memory that stays between calls, and moves nothing where it is current; `resident` is
+`all_gather` gathers a bucket into a slot or into memory of the call's own. `refresh` updates a
+resident copy, which persists between calls, and moves nothing if the copy is current. `resident` is
 that copy as this step's forward left it. `param_view` is one parameter of a gathered bucket.
 """
 
@@ -47,12 +47,12 @@ _Format = torch.dtype | None
 def fake_full(
     shard: Tensor, bucket: int, numel: int, slot: int = -1, *, dtype: _Format = None
 ) -> Tensor:
-    """Return a flat tensor of `numel` elements, in another format where a dtype is given."""
+    """Return a flat tensor of `numel` elements, in another format if a dtype is given."""
     return shard.new_empty(numel, dtype=dtype)
 
 
 def _look(full: Tensor, offset: int, shape: list[int]) -> Tensor:
-    """One op instead of three, of the most frequent call."""
+    """View a parameter by one op instead of three, since this is the most frequent call."""
     return full.as_strided(shape, contiguous_stride(shape), full.storage_offset() + offset)
 
 
@@ -75,7 +75,7 @@ def write_of_shard(w: Function, node: fx.Node) -> tuple[str, ...]:
 def append_from_shard(
     r: Calls, target: Any, shard: Tensor, bucket: int, numel: Callable[[Bucket], int], slot: int
 ) -> fx.Node:
-    """Append an op that reads a shard, in the format in which its bucket is computed with."""
+    """Append an op that reads a shard, in the compute format of its bucket."""
     b = r.bucket(bucket)
     node = r.value(shard, f"the shard of bucket {bucket}")
     cast = {"dtype": b.compute_dtype} if b.is_cast else None
@@ -127,7 +127,7 @@ def _read_release(r: Calls, full: Tensor, slot: int = -1) -> None:
 
 # -- time -----------------------------------------------------------------------------------------
 def sends_shards(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
-    """Return what an all-gather sends: this rank's slice to each of the others."""
+    """Return the payload of an all-gather: this rank's slice, sent to each other rank."""
     full, shards = value(node), program.layout.shard_size
     if shards == 1:
         return []
@@ -150,7 +150,7 @@ def _task_refresh(w: Walk, node: fx.Node) -> None:
 
 
 def _moves_refresh(program: Planned, graph: str, node: fx.Node) -> list[Payload]:
-    """Return the way of a shard that lives off the device: this rank's slice."""
+    """Return the copy of a shard that is kept off the device: this rank's slice."""
     layout = program.layout
     if not layout.buckets[info(node).index].is_away:
         return []
@@ -159,7 +159,7 @@ def _moves_refresh(program: Planned, graph: str, node: fx.Node) -> list[Payload]
 
 # -- memory ---------------------------------------------------------------------------------------
 def hold_gathered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what a gathered bucket lies in: a slot, or memory of the call's own."""
+    """Return the storage of a gathered bucket: a slot, or memory of the call's own."""
     name = info(node).unit or node.name
     return p.own(node, Category.GATHERED, value(node), time, slot_of(node), name=name)
 
@@ -173,7 +173,7 @@ def is_lasting(node: fx.Node, layout: Layout) -> bool:
 
 
 def _hold_refresh(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return nothing, for the copy stays; note the cast of a shard on the host, for the way."""
+    """Return no storage: the copy is resident. Record the temporary cast of a host shard."""
     if not p.is_cast_on_way(node):
         return ()
     cast = span_bytes(value(node)) // p.program.layout.shard_size
@@ -183,13 +183,13 @@ def _hold_refresh(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def hold_nothing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return no storage: the result lies in what is counted elsewhere."""
+    """Return no storage: the result's memory is counted elsewhere."""
     return ()
 
 
 # -- proof ----------------------------------------------------------------------------------------
 def order_gather(o: Order, node: fx.Node) -> None:
-    """Check an all-gather: of its bucket's shard, into unused memory."""
+    """Check an all-gather: it reads its bucket's shard and writes to unused memory."""
     bucket, near = _order_sent(o, node)
     buffer = Buffer(Holds.GATHERED, node, bucket.index, slot_of(node), landed=False)
     _order_made(o, node, buffer, near)
@@ -211,7 +211,7 @@ def _order_made(o: Order, node: fx.Node, buffer: Buffer, near: Buffer | None) ->
 
 
 def _sent_shard(o: Order, node: fx.Node, bucket: Bucket) -> Buffer | None:
-    """Check what a gather sends, the bucket's shard; return its copy there if that is away."""
+    """Check that a gather sends its bucket's shard; return the reloaded copy, if any."""
     buffers = o.roots[node.args[0]]  # type: ignore[index]
     if len(buffers) != 1 or buffers[0].kind is not Holds.NEAR:
         o.own_shard(node, bucket)
@@ -236,9 +236,9 @@ def _may_stay(o: Order, node: fx.Node, bucket: Bucket) -> None:
 
 
 def under_way(o: Order, bucket: Bucket) -> Buffer | None:
-    """Return the copy that another refresh of the bucket is about to bring: a second will not.
+    """Return the copy that another refresh of the bucket is already bringing.
 
-    A refresh moves nothing where the copy is current, and takes one under way for that.
+    A refresh moves nothing if the copy is current, and it treats one in flight as current.
     """
     mine = [b for b in o.buffers if b.bucket == bucket.index and not b.landed]
     found = ((b, spec_of(b.made)) for b in mine)
@@ -300,7 +300,7 @@ def _order_release(o: Order, node: fx.Node) -> None:
     if slot_of(node) != buffer.slot:
         o.fail(
             node,
-            f"{node.name} gives back slot {slot_of(node)}, but {o.label(buffer)} lies in "
+            f"{node.name} gives back slot {slot_of(node)}, but {o.label(buffer)} is in "
             f"slot {buffer.slot}",
         )
     made = spec_of(buffer.made)
@@ -315,13 +315,13 @@ def _order_release(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} releases {o.label(buffer)} while {sending.made.name} still sends "
-            "it; move the release behind that one's wait",
+            "it; move the release after that one's wait",
         )
     buffer.released = buffer.released or node
 
 
 def erase_to_bucket(numbering: Numbering, node: fx.Node) -> Any:
-    """Erase an op that brings a bucket's parameters, or a part of them."""
+    """Erase an op that delivers a bucket's parameters, or a part of them."""
     return ("bucket", node.args[1])
 
 

@@ -1,8 +1,8 @@
-"""Gradients: packed into a bucket's buffer, reduced, stored where the user sees them, and used.
+"""Gradients: packed into a bucket's buffer, reduced, stored in p.grad, and used by updates.
 
-`grad_buffer` takes the flat buffer, `pack` writes gradients into it, `reduce_scatter` (or
-`all_reduce`, where nothing is sharded) launches the reduction, `store_grad` gives the result to
-p.grad. `update` runs the optimizer over a shard, in place: what backward does if the plan says so.
+`grad_buffer` allocates the flat buffer, `pack` writes gradients into it, `reduce_scatter` (or
+`all_reduce`, if nothing is sharded) launches the reduction, and `store_grad` moves the result to
+p.grad. `update` runs the optimizer on a shard in place, during backward if the plan says so.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _read_grad_buffer(r: Calls, bucket: int, zero: bool = False, slot: int = -1)
 
 
 def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, Any] | None:
-    """Return the dtype argument where gradients travel in another format than the shards'."""
+    """Return the dtype argument if gradients are reduced in another format than the shards'."""
     return {"dtype": dtype} if bucket.reduce_dtype is not bucket.dtype else None
 
 
@@ -217,7 +217,7 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
 
 
 def _most_rows(program: Planned, node: fx.Node) -> int | None:
-    """Return how many rows a reduction sends at most; None if it sends the whole table."""
+    """Return the most rows that a reduction sends, or None if it sends the whole table."""
     indices: Any = node.args[4]
     bucket = program.layout.buckets[info(node).index]
     rows = min(sum(value(i).numel() for i in indices), bucket.params[0].shape[0])
@@ -237,7 +237,7 @@ def _task_rows(w: Walk, node: fx.Node) -> None:
 
 
 def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
-    """Return what all rows that may be looked up take, and before them how many there are."""
+    """Return the payloads of the most rows possible, after the exchange of row counts."""
     rows = _most_rows(program, node)
     legs = reduction.legs(program.layout.mesh)
     number = reduction.ROW_NUMBER_BYTES
@@ -252,7 +252,7 @@ def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
 
 
 def sends_reduction(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
-    """Return what a reduction sends over each axis."""
+    """Return the payload of a reduction over each axis."""
     mesh, out = program.layout.mesh, value(node)
     found = []
     for leg in reduction.legs(mesh):
@@ -265,7 +265,7 @@ def sends_reduction(program: Planned, node: fx.Node, rank: int) -> list[Payload]
 
 
 def _task_store(w: Walk, node: fx.Node) -> None:
-    """Append what brings a reduced slice to p.grad: nothing where it was reduced there."""
+    """Append the task that moves a reduced slice to p.grad; none if it was reduced there."""
     bucket = w.bucket(node)
     if not w.reduces(bucket):
         return
@@ -305,10 +305,11 @@ def _hold_grad_buffer(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...
 
 
 def hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    if p.home(node) is not Tier.DEVICE:  # until it has left
+    """Return the storage of a reduced slice: none of its own if the reduction ends in p.grad."""
+    if p.home(node) is not Tier.DEVICE:  # until it has been offloaded
         return p.own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
     if not p.reduces_apart(node):
-        return ()  # the gradient's shard, or what is lent for it
+        return ()  # the gradient's shard, or a borrowed buffer
     return hold_first(p, node, time)
 
 
@@ -316,7 +317,7 @@ _ROWS = "rows of a table"
 
 
 def _hold_rows(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what the result lies in, and the rows of all ranks that are held until the wait."""
+    """Return the storages of the result, and of all ranks' rows, which are held until the wait."""
     held, rows = hold_reduced(p, node, time), _most_rows(p.program, node)
     if rows is None:
         return held
@@ -332,15 +333,16 @@ def _not_rows(held: tuple[Storage, ...]) -> tuple[Storage, ...]:
 
 
 def hold_first(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what the first argument lies in: the result is that."""
+    """Return the storages of the first argument, which the result aliases."""
     return p.held[node.all_input_nodes[0]]
 
 
 def _is_reduced_static(node: fx.Node, layout: Layout) -> bool:
-    """Say whether what a reduction delivers stays: in p.grad, or lent by the engine.
+    """Return whether the result of a reduction stays: in p.grad, or in a buffer of the engine.
 
-    Not what leaves the device; nor what is reduced where it was packed, which is p.grad in the
-    first backward of a step, but memory of its own in later ones (`policy.reduction.end_of`).
+    A result that is offloaded does not. Neither does one that is reduced where it was packed: that
+    memory is p.grad in the first backward of a step, but separate memory in later ones
+    (`policy.reduction.end_of`).
     """
     bucket = layout.buckets[info(node).index]
     return not bucket.is_away and not layout.reduces_in_place(bucket)
@@ -377,7 +379,7 @@ def _order_pack(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
-            f"{buffer.reduced.name} has reduced it; move the reduction behind the last pack",
+            f"{buffer.reduced.name} has reduced it; move the reduction after the last pack",
         )
     for grad, offset in zip(grads, offsets, strict=True):
         _order_packed(o, node, buffer, bucket, grad, offset)
@@ -471,7 +473,7 @@ def _order_complete(o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket) -> 
         o.fail(
             node,
             f"{node.name} reduces bucket {bucket.index} before the gradient of "
-            f"{missing[0].name} is packed; move it behind the last pack of the bucket",
+            f"{missing[0].name} is packed; move it after the last pack of the bucket",
         )
     if len(buffer.packed) < len(bucket.params) and not buffer.zeroed:
         rest = next(p.name for p in bucket.params if p.offset not in buffer.packed)
@@ -483,7 +485,7 @@ def _order_complete(o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket) -> 
 
 
 def reduced_slice(o: Order, node: fx.Node, bucket: Bucket, verb: str) -> Buffer:
-    """Return the reduced gradients that a node is given, which must be those of its bucket."""
+    """Return the reduced gradients that a node receives, which must be those of its bucket."""
     reduced: Any = node.args[0]
     buffers = o.roots[reduced]
     if len(buffers) != 1 or buffers[0].kind is not Holds.REDUCED:
@@ -504,8 +506,8 @@ def _order_store(o: Order, node: fx.Node) -> None:
     if buffer.is_away and reduced.args[0] is not buffer.offloaded:
         o.fail(
             node,
-            f"{node.name} stores {o.label(buffer)} as it lies on the device; its bucket "
-            "lives elsewhere: store what offload_grad's wait returns",
+            f"{node.name} stores {o.label(buffer)} directly from the device; its bucket "
+            "is kept elsewhere: store what offload_grad's wait returns",
         )
     if buffer.stored is not None:
         o.fail(node, f"{o.label(buffer)} is stored twice: {buffer.stored.name} did it")
@@ -535,7 +537,7 @@ def _order_update(o: Order, node: fx.Node) -> None:
             o.fail(
                 node,
                 f"{node.name} overwrites the shard of {label} while {buffer.made.name} still "
-                "sends it; move the update behind the wait",
+                "sends it; move the update after the wait",
             )
     held[0].updated = o.updates[bucket.index] = node
     if _is_followed(o, bucket.index):
@@ -545,14 +547,14 @@ def _order_update(o: Order, node: fx.Node) -> None:
 
 
 def _is_followed(o: Order, bucket: int) -> bool:
-    """Tell whether what an update leaves of a bucket goes into the copies that stay."""
+    """Return whether the result of a bucket's update is copied to the resident copies."""
     return not o.program.plan.offload.delayed and bucket in o.program.layout.far_buckets
 
 
 def looked_up(grad: fx.Node) -> list[fx.Node]:
     """Return the indices of all rows in which a table's gradient may differ from zero.
 
-    None are returned if forward does more with the table than look rows up.
+    Return [] if forward does anything with the table other than looking up rows.
     """
     if grad.target in _LOOKUPS:
         indices: Any = grad.args[1]
@@ -612,7 +614,7 @@ def _erase_store(numbering: Numbering, node: fx.Node) -> Any:
 
 
 def holds_gradients(node: fx.Node) -> bool:
-    """Say whether a node takes the flat buffer of a bucket's gradients."""
+    """Return whether a node allocates the flat buffer of a bucket's gradients."""
     spec = spec_of(node)
     return spec is not None and _is_grad_buffer(spec)
 
@@ -665,7 +667,7 @@ pack = define(
 
 
 def _reduction(name: str, axis: str, verb: str, read: Callable[..., Any]) -> OpSpec:
-    """Return the spec of a reduction over one axis: they differ in that alone."""
+    """Return the spec of a reduction over one axis; the two specs differ only in that."""
     return OpSpec(
         schema=f"{name}(Tensor packed, int bucket, int numel, float scale) -> Tensor",
         kind=Kind.LAUNCH,
@@ -701,7 +703,7 @@ all_reduce = define(_ALL)
 
 
 def _by_rows(dense: OpSpec, read: Callable[..., Any]) -> OpSpec:
-    """Return the spec of a reduction of one table, of which only the rows of `indices` travel."""
+    """Return the spec of a table's reduction that sends only the rows of `indices`."""
     return replace(
         dense,
         schema=f"{dense.name}_rows(Tensor packed, int bucket, int numel, float scale, "
@@ -737,7 +739,7 @@ store_grad = define(
         run=lambda calls, reduced, bucket, *, dtype=None: calls.store_grad(reduced, bucket),
         has_effect=True,
         task=_task_store,
-        hold=hold_nothing,  # what is stored lies in p.grad
+        hold=hold_nothing,  # the stored slice is in p.grad
         is_static=is_lasting,
         is_quiet=True,
         stem="stored",

@@ -1,17 +1,17 @@
-"""Conversions: how a value that is cut, or a sum of summands, comes to lie in another way.
+"""Conversions: change the placement of a value that is sharded, or is a partial sum.
 
-    reduce_values    P -> R      the sum, on all ranks of the axis
-    reduce_joined    P -> R      the sums of several values, in one message
-    scatter_values   P -> S      the sum, a part on each
-    gather_values    S -> R      all parts, on all
-    swap_values      S -> S      cut along another dimension
-    part             R -> S      this rank's part: nothing is sent
+        reduce_values    P -> R      the sum, on all ranks of the axis
+        reduce_joined    P -> R      the sums of several values, in one message
+        scatter_values   P -> S      the sum, one part per rank
+        gather_values    S -> R      all parts, on all ranks
+        swap_values      S -> S      sharded along another dimension
+        part             R -> S      this rank's part: nothing is sent
 
-The value is the same before and after: so the proof erases them, and checks that each is what its
-argument's placement needs. Parts are `layout.placements.Cut`s, written as (dim, groups).
+The logical value does not change. The proof therefore erases conversions, and checks that each one
+fits its argument's placement. Parts are `layout.placements.Cut`s, written as (dim, groups).
 
-What sends is a launch, and ends at a wait. The pass `place` puts launches alone into a graph;
-`overlap-values` gives each its wait, and from there on only what the wait returns may be read.
+A conversion that communicates is a launch, completed by a wait. The pass `place` inserts launches
+only; `overlap-values` adds the waits, and from then on only the result of the wait may be read.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _task_part(w: Walk, node: fx.Node) -> None:
     w.found.computes("store", f"part {node.name}", w.found.prices.touch(2 * nbytes(value(node))))
 
 
-# -- memory: as `runtime.placed` makes what is sent, received and delivered -----------------------
+# -- memory: as `runtime.placed` allocates what is sent, received and delivered -------------------
 def _ends(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if kind_of(user) is Kind.WAIT]
 
@@ -110,7 +110,7 @@ def _delivered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _sent(p: Places, node: fx.Node, time: int, is_ordered: bool = False) -> tuple[Storage, ...]:
-    """Return what is sent: the value itself, or a dense copy, or one in the order of the ranks."""
+    """Return the storage that is sent: the value itself, a dense copy, or a copy in rank order."""
     (given,) = node.all_input_nodes
     x = value(given)
     if not is_ordered and is_dense(x):
@@ -124,7 +124,7 @@ def _hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _hold_joined(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    return _delivered(p, node, time)  # summed where the summands were joined
+    return _delivered(p, node, time)  # summed in the buffer that joins the summands
 
 
 def _hold_scattered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
@@ -141,7 +141,7 @@ def _hold_swapped(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what it is received into; what it is put together in is made at the wait."""
+    """Return the receive buffer; the assembled result is allocated at the wait."""
     landed = value(node).new_empty(value(node).shape)
     made = p.own(node, Category.COMMUNICATION, landed, time, name=f"received by {node.name}")
     return made if _ends(node) else _delivered(p, node, time) + made
@@ -162,7 +162,7 @@ def _arrive_gathered(p: Places, wait: fx.Node, time: int) -> tuple[Storage, ...]
 
 
 def _arrive_apart(p: Places, wait: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return the whole, made once nothing is sent any more, and filled from what was received."""
+    """Return the whole value, allocated after the transfer and filled from its buffer."""
     for storage in p.held[launch_of(wait)][1:]:
         storage.death = min(storage.death, time - 1)  # unless something reads it later
     return p.own(wait, p.category(wait), value(wait), time)
@@ -183,11 +183,11 @@ def _receives(kind: str) -> Any:
 
 # -- proof ----------------------------------------------------------------------------------------
 def _order_local(o: Order, node: fx.Node) -> None:
-    """All that is to be checked is how values lie: see `ir.placing`."""
+    """Do nothing: only placements need to be checked, see `ir.placing`."""
 
 
 def _order(o: Order, node: fx.Node) -> None:
-    """Note what is under way, once waits are in the graph; what it is made of stays until then."""
+    """Record the transfer once waits are in the graph; its inputs must stay until the wait."""
     if not {Fact.VALUES_AWAITED, Fact.REGIONS_CUT} & o.program.facts:
         return
     made = Buffer(Holds.CONVERTED, node, landed=False)
@@ -221,7 +221,7 @@ def _lies_joined(now: Any, shape: Any, more: Any, ranks: int) -> Any:
 
 
 def _lies_joined_value(now: Any, shape: Any, more: Any, ranks: int) -> Any:
-    return R if now == R else "it takes what was summed"
+    return R if now == R else "it takes a sum"
 
 
 def _needs_summands(now: Any) -> str:
@@ -239,17 +239,17 @@ def _lies_scattered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
 def _lies_gathered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
     dim, groups, over = more
     cut = Cut(dim, groups)
-    return R if now == cut and over == ranks else f"it gathers what lies as {cut} over {over} ranks"
+    return R if now == cut and over == ranks else f"it gathers placement {cut} over {over} ranks"
 
 
 def _lies_swapped(now: Any, shape: Any, more: Any, ranks: int) -> Any:
     dim, groups, *to = more
     cut = Cut(dim, groups)
-    return _lies_cut(shape, to, ranks) if now == cut else f"it swaps what lies as {cut}"
+    return _lies_cut(shape, to, ranks) if now == cut else f"it swaps placement {cut}"
 
 
 def _lies_part(now: Any, shape: Any, more: Any, ranks: int) -> Any:
-    return _lies_cut(shape, more, ranks) if now == R else "it takes a part of what is whole"
+    return _lies_cut(shape, more, ranks) if now == R else "it takes a part of a whole value"
 
 
 def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:
@@ -260,7 +260,7 @@ def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:
 
 
 def _arrived(word: str) -> Any:
-    """Return how what a wait delivers is called: by what was sent, and what became of it."""
+    """Return the naming rule of a wait's result: from the sent value and the kind of conversion."""
 
     def name(wait: fx.Node) -> str:
         sent, unit = launch_of(wait).all_input_nodes[0], info(wait).unit
@@ -370,7 +370,7 @@ part = define(
 
 
 def _local(schema: str, fake: Any, runtime: Any) -> Any:
-    """Define an op that computes a rank's part by itself: its proof is that of the whole call."""
+    """Define an op that computes a rank's part locally: its proof is that of the whole call."""
     return define(
         OpSpec(
             schema=schema,

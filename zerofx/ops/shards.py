@@ -1,8 +1,8 @@
-"""Shards that live off the device: brought there for a gather, their gradients taken back.
+"""Shards that are kept off the device: reloaded for a gather, and their gradients offloaded.
 
-`reload_shard` copies a shard to the device, `refresh_shard` brings a copy there that stays up to
-date, `read_shard` brings a shard from NVMe to the host, `offload_grad` copies a reduced slice to
-where its shard lives. All are launches of a rank's own.
+`reload_shard` copies a shard to the device, `refresh_shard` updates its resident copy there,
+`read_shard` reads a shard from NVMe into host memory, and `offload_grad` copies a reduced slice to
+the tier of its shard. All are local launches.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, dense_bytes
 
 
 def _arrives_as(wait: fx.Node) -> str:
-    """Name a reloaded shard, or the bucket where that is whole."""
+    """Name a reloaded shard, or the bucket if the shard is the whole bucket."""
     sent = [spec_of(u) for u in wait.users]
     is_sent = any(s is not None and s.is_gather and s.slot is not None for s in sent)
     return f"shard_{info(wait).index}" if is_sent else f"full_{info(wait).index}"
@@ -142,14 +142,14 @@ def _hold_reload(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _sent(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what a reload holds until its wait: what was read for it, or a cast of that."""
+    """Return the storage that a reload holds until its wait: its source, or a cast copy of it."""
     if sent_as(p.program, p.bucket(node)) is SentAs.CAST:
         return p.own(node, Category.HOST, value(node), time, name="cast copy")
     return p.held[node.all_input_nodes[0]]
 
 
 def _hold_refresh(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return nothing, for the copy stays; and the cast of a shard on the host, for the way."""
+    """Return no device storage, as the copy is resident, and a host shard's temporary cast."""
     if not p.is_cast_on_way(node):
         return ()
     return p.nothing(node, time), *p.own(node, Category.HOST, value(node), time)
@@ -166,7 +166,7 @@ def _hold_offload_grad(p: Places, node: fx.Node, time: int) -> tuple[Storage, ..
 
 
 def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return where a reduced slice arrives: in p.grad, or beside it in another format."""
+    """Return the destination of a reduced slice: p.grad, or separate memory in another format."""
     scaled = is_scaled(p.program)
     if reduction.lands_in_gradient(p.bucket(node), scaled, p.packs_apart):
         return (p.nothing(node, time),)
@@ -174,7 +174,7 @@ def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _leaving(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return what is copied of it: the slice itself, or what that is unscaled into."""
+    """Return the source of the copy: the slice itself, or its unscaled version."""
     bucket = p.bucket(node)
     if landing_dtype(p.program, bucket) is value(node).dtype:
         return p.held[node.all_input_nodes[0]]
@@ -215,7 +215,7 @@ def _order_reload(o: Order, node: fx.Node) -> None:
 
 
 def _staged_shard(o: Order, node: fx.Node, bucket: Bucket) -> None:
-    """Check what a reload copies: the bucket's shard, read first where that is on NVMe."""
+    """Check that a reload copies its bucket's shard, after a read if the shard is on NVMe."""
     given: Any = node.args[0]
     buffers = o.roots[given]
     is_staged = len(buffers) == 1 and buffers[0].kind is Holds.STAGED

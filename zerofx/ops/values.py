@@ -1,8 +1,8 @@
-"""Values that wait off the device: copied to host memory and back, and from there to NVMe.
+"""Offloaded values: copied to host memory and back, and from the host to NVMe and back.
 
-After an offload's wait the value's own memory is given back; after a write's wait the host's place
-is. A value on the host is for one reload alone; what is on NVMe may be read several times. The fake
-of a value on the host or on NVMe lies on the CPU.
+The wait of an offload frees the value's own memory; the wait of a write frees the host memory. A
+value on the host allows only one reload; a value on NVMe may be read several times. The fake of a
+value on the host or on NVMe is on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE, dens
 
 
 def fake_on_host(x: Tensor) -> Tensor:
-    """Return what stands for a value off the device: its shape and strides, on the CPU."""
+    """Return the fake of a value off the device: its shape and strides, on the CPU."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
 
 
@@ -38,7 +38,7 @@ def _fake_reload(host: Tensor, *, device: torch.device) -> Tensor:
     return torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
 
 
-# -- names: off the device a value has its number, back there it is called by what it is -----------
+# -- names: off the device a value has a number, on the device it has its own name -----------------
 def _on_host(wait: fx.Node) -> str:
     return f"host_{info(wait).index}"
 
@@ -93,9 +93,9 @@ def _read_offload(r: Calls, x: Tensor) -> Any:
 
 def _read_reload(r: Calls, host: Tensor) -> Any:
     node = r.value(host, "what rt.reload copies to the device")
-    number = info(node).index  # of a value that was read back
+    number = info(node).index  # the number of a value that was read back
     if node.op == "placeholder":
-        number = r.numbers.get(number, -1)  # -1: verify refuses it
+        number = r.numbers.get(number, -1)  # -1: verify raises on it
     return _append(r, reload, node, number, {"device": r.device})
 
 
@@ -144,7 +144,7 @@ _ARRIVES = {
 
 
 def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return where a copy arrives, and then its source, which is held until the wait."""
+    """Return the destination of a copy, then its source, which is held until the wait."""
     spec = spec_of(node)
     assert spec is not None
     source = p.held[node.all_input_nodes[0]]
@@ -193,17 +193,17 @@ def _order_reload(o: Order, node: fx.Node) -> None:
 
 
 def _on(o: Order, kind: Holds, node: fx.Node, verb: str) -> Buffer:
-    """Return what a node moves, which must lie where it moves it from."""
+    """Return the buffer that a node moves, which must be on the tier that the op reads from."""
     moved: Any = node.args[0]
     buffers = o.roots[moved]
     if len(buffers) != 1 or buffers[0].kind is not kind:
-        where = AWAY[kind].replace("lies", "is not")
+        where = AWAY[kind].replace("is", "is not")
         o.fail(node, f"{node.name} {verb} {name_of(moved)}, which {where}")
     return buffers[0]
 
 
 def _is_first(o: Order, node: fx.Node, moved: Buffer, verb: str) -> None:
-    """Check that a copy goes one way, once."""
+    """Check that a copy moves a value once, in one direction."""
     first = moved.reloaded or moved.written
     what = name_of(node.args[0])  # type: ignore[arg-type]
     if first is not None and first.target is node.target:
@@ -218,7 +218,7 @@ def _end(o: Order, node: fx.Node, launch: fx.Node) -> None:
         o.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
     buffer.landed = True
     source = buffer.source if buffer.kind in AWAY else None
-    if source is not None and source.kind is not Holds.STORED:  # a file's is the whole call's
+    if source is not None and source.kind is not Holds.STORED:  # a file is kept for the whole call
         source.released = node
     o.roots.set(node, buffer)
 

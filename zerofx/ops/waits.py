@@ -1,4 +1,4 @@
-"""`wait`: ends a launch, and returns what it delivered. What that means is said by the launch."""
+"""`wait`: completes a launch and returns its result. The launch's spec defines the details."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _launched(wait: fx.Node) -> OpSpec:
 
 
 def _name(node: fx.Node) -> str:
-    spec = launched(node)  # none in a program that verify is about to refuse
+    spec = launched(node)  # None in an invalid program, before verify raises
     arrives_as = None if spec is None else spec.arrives_as
     return f"full_{info(node).index}" if arrives_as is None else arrives_as(node)
 
@@ -98,12 +98,12 @@ def _order(o: Order, node: fx.Node) -> None:
 
 
 def same(numbering: Numbering, node: fx.Node) -> Any:
-    """Erase an op: its value is its first argument's."""
+    """Erase an op: its value is the value of its first argument."""
     return numbering.of[node.args[0]]  # type: ignore[index]
 
 
 def end_once(o: Order, node: fx.Node, launch: fx.Node) -> None:
-    """Let what a copy or move delivers be read from here on."""
+    """Make the result of a copy or move readable from here on."""
     (buffer,) = o.roots[launch]
     if buffer.landed:
         o.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
@@ -113,7 +113,7 @@ def end_once(o: Order, node: fx.Node, launch: fx.Node) -> None:
 
 
 def hold_at_source(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return the first storage of a launch: its source, held until now, goes with the wait."""
+    """Return the first storage of a launch; the source is held until the wait and then freed."""
     return p.held[launch_of(node)][:1]
 
 

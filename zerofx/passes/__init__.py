@@ -1,1 +1,1 @@
-"""One file a rewrite. order.py names them in the order in which they run."""
+"""Rewrites of a program: one file per pass, run in the order of order.py."""

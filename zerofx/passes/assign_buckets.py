@@ -1,4 +1,4 @@
-"""assign-buckets: decide which parameters travel together."""
+"""assign-buckets: decide which parameters share a collective."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from zerofx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class AssignBuckets(Pass):
-    """Lay units out in buckets, small neighbours merged up to `bucket_bytes`.
+    """Assign units to buckets and merge small neighbours up to `bucket_bytes`.
 
-    A layout that the running model already has is taken as it is (`layout`), so that every
-    program of a model reads the same shards.
+    If the running model already has a layout (`layout`), that layout is used unchanged, so that
+    every program of a model reads the same shards.
     """
 
     name: ClassVar[str] = "assign-buckets"

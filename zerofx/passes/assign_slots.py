@@ -12,7 +12,7 @@ from zerofx.passes.colouring import assign
 
 @dataclass(frozen=True)
 class AssignSlots(Pass):
-    """Colour the live ranges of communication buffers with as few slots as they need."""
+    """Assign the buffers of collectives to as few memory slots as their live ranges allow."""
 
     name: ClassVar[str] = "assign-slots"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.RELEASED})

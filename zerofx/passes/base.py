@@ -1,4 +1,4 @@
-"""What a pass is: a frozen dataclass whose fields are its options, run on a Program in place."""
+"""The base class of passes: frozen dataclasses whose fields are their options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zerofx.plan.fields import nearest
 
 @dataclass(frozen=True)
 class Report:
-    """What a pass did. `changed=False` means no node was touched; the runner checks it."""
+    """The result of a pass. `changed=False` means that no node changed; the runner checks it."""
 
     changed: bool
     summary: str = ""
@@ -23,7 +23,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Pass(ABC):
-    """A rewrite of a program. Options are its fields, bound when it is built."""
+    """A rewrite of a program. Its options are its fields, bound when the pass is built."""
 
     name: ClassVar[str]
     keeps_bits: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class Pass(ABC):
     def run(self, program: Planned) -> Report: ...
 
     def options(self) -> dict[str, object]:
-        """Return what the pass shows of its options: its fields, if it does not say otherwise."""
+        """Return the options that the pass displays; by default all of its fields."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def shown(self) -> dict[str, str]:
@@ -43,18 +43,19 @@ class Pass(ABC):
         return {k: _show(v) for k, v in self.options().items()}
 
     def spec(self) -> str:
-        """Return the pass as the CLI writes it and reads it: `prefetch-gathers{distance=2}`."""
+        """Return the pass as text that the CLI can parse: `prefetch-gathers{distance=2}`."""
         options = ",".join(f"{k}={v}" for k, v in self.shown().items())
         return f"{self.name}{{{options}}}" if options else self.name
 
     def with_options(self, given: Mapping[str, str]) -> Pass:
-        """Return the pass with options as its spec writes them.
+        """Return a copy of the pass with the options that a spec gives.
 
-        Numbers, words and true, false, none can be changed. What stands for a part of the plan can
-        only be repeated: it is changed in the plan.
+        Numbers, strings, true, false and none can be changed. An option that displays a part of the
+        plan can only be repeated; change it in the plan.
 
         Raises:
-            PlanError: the pass has no such option, or its value is not one; both are named.
+            PlanError: the pass has no such option, or the value is invalid for it; the message
+                names both.
         """
         shown = self.shown()
         kinds = {f.name: str(f.type) for f in fields(self)}
@@ -79,7 +80,7 @@ _WORDS: dict[str, object] = {"true": True, "false": False, "none": None}
 
 
 def _parse(what: str, text: str, kind: str) -> object:
-    """Return an option's value from its text, which must be of the field's kind."""
+    """Parse the value of an option; it must be of the field's type."""
     kinds = kind.split(" | ")
     if text in _WORDS and type(_WORDS[text]).__name__.replace("NoneType", "None") in kinds:
         return _WORDS[text]

@@ -1,4 +1,4 @@
-"""cast: keep parameters in the master format, whatever the captured graph computes in."""
+"""cast: keep parameters in the master format, whatever format the graph computes in."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from zerofx.plan.plan import Precision
 
 @dataclass(frozen=True)
 class Cast(Pass):
-    """Declare in which format each parameter is kept; gathers then cast the shard on its way.
+    """Declare the storage format of each parameter; gathers then cast the shard before sending it.
 
-    The graph itself was captured in the compute format: only so do the model's own casts count (a
-    norm's `x.float()` leaves no node in a graph of fp32). Nothing else is rewritten here; buckets
-    take their formats from what this declares, and `dtype=` on a gather, a gradient buffer and a
-    store_grad says where values change theirs.
+    The graph itself was captured in the compute format. Only then do the model's own casts take
+    effect: a norm's `x.float()` leaves no node in an fp32 graph. The pass rewrites nothing else.
+    Buckets take their formats from this declaration, and `dtype=` on a gather, a gradient buffer
+    and a store_grad marks the points where a value changes format.
 
     Raises:
         PlanError: the program was captured for another compute format.

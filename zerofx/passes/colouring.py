@@ -1,4 +1,4 @@
-"""Colour communication buffers with slots; shared by the passes that ask what slots cost."""
+"""Slot assignment: colour the live ranges of communication buffers; shared by several passes."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from zerofx.layout.buckets import Layout
 
 
 def assign(program: Planned) -> list[int]:
-    """Write a slot into every gather and gradient buffer that fits one; return the slots' bytes.
+    """Assign slots to gathered and gradient buffers; return the size of each slot in bytes.
 
-    A slot holds one buffer at a time and only within one call: what leaves its call (a kept
-    bucket) gets memory of its own, and what is reduced in place lies in p.grad's. Slots of all
-    graphs share one pool, since calls never overlap.
-
-    The largest buffers choose first, so that none lies in a slot that a larger one needs then.
+    A slot holds one buffer at a time, and only within one call. A value that outlives its call (a
+    kept bucket) gets memory of its own, and a gradient that is reduced in place uses the memory of
+    p.grad. All graphs share one pool of slots, since calls never overlap. The largest buffers
+    choose first, so that no small buffer occupies a slot that a larger one needs at that time.
     """
     buffers = [b for gm in program.graphs.values() for b in _buffers(gm.graph, program.layout)]
     slots: list[_Slot] = []
     for number, buffer in sorted(enumerate(buffers), key=lambda b: -b[1].nbytes):
-        # the smallest that is free: none is smaller than those which chose before
+        # the smallest free slot; slots are created in order of decreasing size
         slot = next((s for s in reversed(slots) if s.is_free(buffer)), None)
         if slot is None:
             slot = _Slot()
@@ -43,9 +42,9 @@ def assign(program: Planned) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class _Buffer:
-    """What needs a slot from the node that takes it to the one behind which it is free.
+    """A buffer that needs a slot, from its allocating node to the node after which it is free.
 
-    start, stop: where these nodes stand in the graph.
+    start, stop: the positions of these nodes in the graph.
     """
 
     node: fx.Node
@@ -56,9 +55,9 @@ class _Buffer:
 
 
 class _Slot:
-    """The buffers that take turns in one place, by graph in the order of their turns.
+    """The buffers that share one slot in turn, per graph, in order of use.
 
-    first: the number of the program's buffer that takes it first.
+    first: the smallest number, in program order, among its buffers.
     """
 
     def __init__(self) -> None:
@@ -83,7 +82,7 @@ def _start(buffer: _Buffer) -> int:
 
 
 def _buffers(graph: fx.Graph, layout: Layout) -> Iterator[_Buffer]:
-    """Yield what needs a slot, in order."""
+    """Yield the buffers that need a slot, in graph order."""
     places = {node: at for at, node in enumerate(graph.nodes)}
     for node, at in places.items():
         if takes_slot(node):
@@ -99,7 +98,7 @@ def _write(buffer: _Buffer, slot: int) -> None:
 
 
 def _end(node: fx.Node) -> fx.Node | None:
-    """Return the node behind which the buffer is free, None where it leaves the call."""
+    """Return the node after which the buffer is free, or None if it outlives the call."""
     if kind_of(node) is Kind.LAUNCH:
         return next((u for u in wait_for(node).users if kind_of(u) is Kind.RELEASE), None)
     return wait_for(next(u for u in users_after_views(node) if is_reduction(u)))

@@ -1,7 +1,7 @@
-"""cut-regions: group compute into regions, cut where execution passes from unit to unit.
+"""cut-regions: group compute into regions, with a cut wherever execution moves to another unit.
 
-The tiles of a tiled layer are cut apart as units are, since each gathers its own rows. A fused node
-is a region by itself: the schedule calls its kernel.
+The tiles of a tiled layer are cut apart like units, since each gathers its own rows. A fused node
+is a region of its own, because the schedule calls its kernel.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zerofx.passes.base import Fact, Pass, Report
 
 @dataclass(frozen=True)
 class CutRegions(Pass):
-    """Number the compute regions of each graph; later passes move launches only between them.
+    """Number the compute regions of each graph; later passes move launches only between regions.
 
-    Cut once and before bucketing and prefetch, so that identical layers give identical regions
-    whatever the collectives around them do.
+    Regions are cut once, before bucketing and prefetching, so that identical layers give identical
+    regions regardless of the collectives around them.
     """
 
     name: ClassVar[str] = "cut-regions"
@@ -59,7 +59,7 @@ def _number(graph: fx.Graph) -> int:
     region, place, is_kernel, is_cut = -1, None, False, False
     for node in graph.nodes:
         if not is_compute(node):
-            is_cut |= node.op == "call_function"  # communication of values, between regions
+            is_cut |= node.op == "call_function"  # a collective of values separates regions
             continue
         here = info(node).unit, info(node).tile
         if is_kernel or is_fused(node):
@@ -74,10 +74,10 @@ def _number(graph: fx.Graph) -> int:
 
 
 def _repeat_broadcasts(graph: fx.Graph) -> None:
-    """Redo broadcast views in every region that reads them, so that none crosses regions.
+    """Repeat broadcast views in every region that reads them, so that none crosses regions.
 
-    A compiled region would hand out a broadcast view as memory of its own, as large as it looks,
-    and laid out differently from what its reader was compiled for.
+    A compiled region would return a broadcast view as a full-size tensor of its own, with a layout
+    that differs from the one its reader was compiled for.
     """
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in reversed(list(order)):
@@ -92,7 +92,7 @@ def _repeat_broadcasts(graph: fx.Graph) -> None:
                 with graph.inserting_before(user):
                     copies[region] = graph.node_copy(node, lambda n: n)
                 set_info(copies[region], region=region)
-                order[copies[region]] = order[user]  # for what it looks into, which comes next
+                order[copies[region]] = order[user]  # for its source, visited next
             user.replace_input_with(node, copies[region])
         if not node.users:
             graph.erase_node(node)
@@ -103,10 +103,10 @@ def _is_item_of_kernel(node: fx.Node) -> bool:
 
 
 def _follows(node: fx.Node, region: int) -> bool:
-    """Say whether a node stays with the region before it although its unit differs.
+    """Return whether a node stays in the region before it although its unit differs.
 
-    Views and getitems stay with what they look into, and the sum of two gradients stays with the
-    unit that made the second one: otherwise layers with and without such a node would be cut apart.
+    Views and getitems stay with their source, and the sum of two gradients stays with the unit that
+    produced the second one. Otherwise layers with and without such a node would be cut differently.
     """
     if node.target is operator.getitem or is_alias(node):
         return info(node.args[0]).region == region  # type: ignore[arg-type]

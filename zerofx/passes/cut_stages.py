@@ -1,12 +1,13 @@
-"""cut-stages: keep of a program what one pipeline stage computes; send and receive the rest.
+"""cut-stages: keep one pipeline stage's part of a program; send and receive the rest.
 
-Each unit belongs to one stage, and what a forward computes belongs to the last stage that it needs
-anything of. What follows from inputs and buffers alone (masks, tables of positions) is computed in
-every stage that reads it. A gradient is computed where the forward was, as far as all that it reads
-is there or was received: one activation and one gradient cross each boundary of a transformer.
+Each unit belongs to one stage, and a forward value belongs to the last stage among those it depends
+on. Values that follow from inputs and buffers alone (masks, position tables) are computed in every
+stage that reads them. A gradient is computed in the stage of its forward value if everything that
+it reads is there or was received. For a transformer, one activation and one gradient cross each
+boundary.
 
-A stage's program is an ordinary one: what it receives are inputs (in backward: gradients of
-outputs), what it sends are outputs (in backward: gradients of inputs).
+A stage's program is an ordinary one: the values that it receives are inputs (in backward: gradients
+of outputs), and the values that it sends are outputs (in backward: gradients of inputs).
 """
 
 from __future__ import annotations
@@ -55,22 +56,23 @@ from zerofx.policy.schedules import expected_micro_batches
 
 _aten = torch.ops.aten
 
-# -- Which unit is in which stage: decided from the model alone, before any capture ----------------
+# -- The stage of each unit: decided from the model alone, before any capture ----------------------
 
 
 def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str, int]:
     """Return the position of each unit's pipeline stage, in the order of the model's parameters.
 
     Raises:
-        PlanError: there are fewer units than stages, or a cut names none, or not in their order.
+        PlanError: there are fewer units than stages, or a cut names no unit, or the cuts are not in
+            order.
     """
     names: dict[int, tuple[str, float]] = {}
     for param in params:
         numel = float(torch.Size(param.shape).numel())
         for use in param.uses:
-            if not use.unit:  # the model's own, which any stage may read
+            if not use.unit:  # held by the model itself: any stage may read it
                 continue
-            # an embedding looks rows up, which costs next to nothing
+            # an embedding looks up rows, which costs almost nothing
             names[use.number] = use.unit, 0.0 if use.layer == "embedding" else numel
     weights: dict[str, float] = {}
     for _, (unit, numel) in sorted(names.items()):
@@ -104,14 +106,15 @@ def _start(name: str, units: list[str]) -> int:
 
 
 def balanced(weights: list[float], parts: int) -> list[int]:
-    """Return where `parts` stretches of a sequence begin whose heaviest is as light as can be.
+    """Split a sequence into `parts` runs, the heaviest as light as possible; return their starts.
 
-    Each has one element at least. Of several such divisions, the one whose sum of squares is least.
+    Every run has at least one element. Among equally good divisions, the smallest sum of squares
+    wins.
     """
     total = [0.0]
     for weight in weights:
         total.append(total[-1] + weight)
-    # best[n] of k parts: (the heaviest, sum of squares, where they begin) for the first n elements
+    # best[n] for k parts: (the heaviest, sum of squares, starts) for the first n elements
     best = {n: (total[n], total[n] ** 2, [0]) for n in range(1, len(weights) + 1)}
     for part in range(2, parts + 1):
         found = {}
@@ -127,9 +130,10 @@ def balanced(weights: list[float], parts: int) -> list[int]:
 
 
 def with_positions(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
-    """Return parameters with the pipeline stages that hold them: those whose layers use them.
+    """Return the parameters with their pipeline stages: the stages whose layers use them.
 
-    What the model itself holds, outside of all units, lies in every stage: any may read it.
+    Parameters that the model itself holds, outside of all units, are in every stage: any may read
+    them.
     """
     given = list(params)
     if parallel.pipeline == 1:
@@ -149,7 +153,7 @@ def with_positions(params: Iterable[ParamInfo], parallel: Parallel) -> list[Para
 
 @dataclass(frozen=True)
 class CutStages(Pass):
-    """Keep what the pipeline stage at `position` computes."""
+    """Keep the part of the program that the pipeline stage at `position` computes."""
 
     name: ClassVar[str] = "cut-stages"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
@@ -188,10 +192,10 @@ class CutStages(Pass):
 
 
 def check_can_be_cut(program: Planned, name: str) -> None:
-    """Refuse what cannot be computed a part of the batch at a time.
+    """Raise if the program cannot be computed one micro-batch at a time.
 
     Raises:
-        CaptureError: names what, and what to do instead.
+        CaptureError: names the obstacle and the alternative.
     """
     specs = program.outputs[name]
     for spec in specs:
@@ -218,7 +222,7 @@ def check_can_be_cut(program: Planned, name: str) -> None:
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Note on each node that draws at random which draw of the whole model it is."""
+    """Record on each random node its index among the random draws of the whole model."""
     count: dict[Phase, int] = {}
     for node in graph.nodes:
         where = info(node)
@@ -229,12 +233,13 @@ def number_draws(graph: fx.Graph) -> None:
 
 @dataclass
 class Cutting:
-    """Where each value of a graph is computed, and what therefore crosses from stage to stage.
+    """The assignment of a graph's values to stages, and the values that cross between them.
 
-    stage: of each node that one stage computes. anywhere: what every stage computes that reads it.
-    again: of backward, what follows from values of forward alone (a gather that is redone); every
-    stage that reads it computes it, of values that it has or receives.
-    lies: of a parameter, and of views of one, the positions that have it.
+    stage: the stage of each node that exactly one stage computes. anywhere: the nodes that every
+        stage computes if it reads them.
+    again: backward nodes that follow from forward values alone (a gather that is repeated); every
+    stage that reads such a node computes it, from values that it has or receives.
+    lies: for a parameter or a view of one, the positions that hold it.
     """
 
     program: Planned
@@ -269,7 +274,7 @@ class Cutting:
         for node in calls:
             if node in self.forward:
                 self._receive(node)
-        for node in calls:  # what a stage has received by now decides where gradients are computed
+        for node in calls:  # the values received so far decide where gradients are computed
             if node not in self.forward:
                 self._place(node, self._backward_stage)
                 if node not in self.sums:
@@ -279,7 +284,7 @@ class Cutting:
         }
 
     def _dependent(self) -> set[fx.Node]:
-        """Return what depends on the loss's gradient."""
+        """Return the nodes that depend on the gradient of the loss."""
         found: set[fx.Node] = set()
         for node in self.graph.nodes:
             is_given = info(node).role is Role.TANGENT
@@ -287,7 +292,7 @@ class Cutting:
                 found.add(node)
         return found
 
-    # -- who computes what --------------------------------------------------------------------
+    # -- which stage computes what ------------------------------------------------------------
     def _placeholder(self, node: fx.Node) -> None:
         where = info(node)
         if where.role is Role.PARAM:
@@ -316,7 +321,7 @@ class Cutting:
                 self._refuse(node, source)
 
     def _own(self, node: fx.Node) -> int | None:
-        """Return the stage of the unit whose module runs a node; None outside of all units."""
+        """Return the stage of the unit whose module runs a node, or None outside of all units."""
         unit = find_unit_of_module(info(node).module, self.units)
         return self.units.get(unit) if unit else None
 
@@ -325,7 +330,7 @@ class Cutting:
         found = [self.stage[a] for a in node.all_input_nodes if a in self.stage]
         if own is not None:
             found.append(own)
-        if not found and held:  # it reads parameters alone, outside of all units
+        if not found and held:  # reads only parameters, outside of all units
             return min(set.intersection(*(set(self.lies[a]) for a in held)), default=0)
         return max(found, default=0)
 
@@ -345,7 +350,7 @@ class Cutting:
         return min([wanted, *later])
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
-        """Return what a node reads; in the place of what is computed again, what that reads."""
+        """Return the inputs of a node, with recomputed nodes replaced by their own inputs."""
         found: dict[fx.Node, None] = {}
         stack = list(reversed(node.all_input_nodes))
         while stack:
@@ -360,14 +365,14 @@ class Cutting:
         return node in self.stage and node not in self.forward
 
     def _can_have(self, position: int, node: fx.Node) -> bool:
-        """Tell whether a stage has a value of forward, or can be sent it with a forward."""
+        """Return whether a stage has a forward value, or can receive it during forward."""
         if node in self.lies:
             return position in self.lies[node]
         return self.stage[node] <= position
 
     # -- what crosses -------------------------------------------------------------------------
     def _receive(self, node: fx.Node) -> None:
-        """Have what a node reads that another stage computes sent to its stage."""
+        """Send the inputs of a node that another stage computes to the node's stage."""
         if (position := self.stage.get(node)) is None:
             return
         for source in self._sources(node):
@@ -394,7 +399,7 @@ class Cutting:
     def _gradients(
         self, spec: OutputInfo, result: Any
     ) -> Iterator[tuple[tuple[str, int], list[fx.Node]]]:
-        """Yield the summands of a parameter's gradient, by the stage where they are summed."""
+        """Yield the summands of a parameter's gradient, grouped by the stage that sums them."""
         if spec.role is not Role.GRAD or not isinstance(result, fx.Node):
             return
         positions = self.program.params[spec.name].positions
@@ -411,7 +416,7 @@ class Cutting:
             yield (spec.name, position), nodes
 
     def _sums(self) -> set[fx.Node]:
-        """Return the sums that merge-tied made of gradients of layers in several stages."""
+        """Return the sums that merge-tied created over gradients of layers in different stages."""
         found: set[fx.Node] = set()
         for spec, result in self.results:
             if spec.role is not Role.GRAD or not isinstance(result, fx.Node):
@@ -425,7 +430,7 @@ class Cutting:
         return found
 
     def _summands(self, node: fx.Node) -> list[fx.Node]:
-        """Take such a sum apart where its summands are made in several stages."""
+        """Split such a sum into its summands if they are computed in different stages."""
         parts = node.all_input_nodes
         if node not in self.sums or len({self.stage.get(a) for a in parts}) == 1:
             return [node]
@@ -437,14 +442,14 @@ class Cutting:
         lies = " and ".join(map(str, self.lies.get(source, ())))
         raise PlanError(
             f"Plan.parallel: {where.module or 'the model itself'}{line} reads "
-            f"{param or node.name}, which lies in pipeline stage {lies}, and runs in stage "
+            f"{param or node.name}, which is in pipeline stage {lies}, and runs in stage "
             f"{self.stage[node]}, since it needs what that stage computes. Choose "
             "Plan.parallel.cuts so that both are in one stage"
         )
 
     # -- a stage's program ----------------------------------------------------------------------
     def keep(self, position: int) -> None:
-        """Make the program that of one stage."""
+        """Reduce the program to one stage's part."""
         program = self.program
         wires, taken, sent = self._wires(position)
         needed = self._needed(position, sent)
@@ -486,7 +491,7 @@ class Cutting:
     def _wires(
         self, position: int
     ) -> tuple[list[Wire], dict[tuple[str, fx.Node], Wire], dict[tuple[str, fx.Node], int]]:
-        """Number all that crosses; return it, and what one stage takes and sends of it."""
+        """Number the values that cross; return all, and those a stage receives and sends."""
         num_leaves, num_outputs = self._counts(self.program)
         order = {n: i for i, n in enumerate(self.graph.nodes)}
         ahead = [len(self.crossing.get((FORWARD, at), ())) for at in range(self.size)]
@@ -519,7 +524,7 @@ class Cutting:
         return wires, taken, sent
 
     def _needed(self, position: int, sent: dict[tuple[str, fx.Node], int]) -> set[fx.Node]:
-        """Return what a stage computes or is given: its own, and what of `anywhere` that reads."""
+        """Return the nodes of a stage: its own, and the `anywhere` nodes that they read."""
         own = [n for n in self.graph.nodes if self.stage.get(n) == position]
         stack = [n for n in own if n not in self.sums]
         stack += [n for _, n in sent]
@@ -581,13 +586,13 @@ class Cutting:
         return specs, results
 
     def _take_reference(self, wires: list[Wire], position: int) -> None:
-        """Take as the stage's reference what the whole program has for all that the stage makes."""
+        """Set the stage's reference: the whole program's entries for what the stage computes."""
         program = self.program
         made = Numbering(program)
         kinds = {FORWARD: Role.OUTPUT, BACKWARD: Role.INPUT_GRAD}
         due = {(kinds[w.graph], w.output): w.digest for w in wires if w.source == position}
         whole = program.reference
-        assert isinstance(whole, Reference), "stages are cut behind merge-tied"
+        assert isinstance(whole, Reference), "stages are cut after merge-tied"
         values = set(whole.values)
         for label, output in made.outputs.items():
             spec = next(
@@ -603,7 +608,7 @@ class Cutting:
 
 
 def _sum(graph: fx.Graph, summands: list[fx.Node]) -> fx.Node | None:
-    """Return the sum of what a stage has of a parameter's gradient, None for nothing."""
+    """Return the sum of the given summands of a parameter's gradient, or None if there are none."""
     if not summands:
         return None
     total, *others = summands

@@ -1,9 +1,9 @@
-"""Decide under a memory budget: what backward keeps of forward, and how far ahead gathers start.
+"""Decisions under a memory budget: which activations are kept, how early gathers are launched.
 
-The program is first compiled on paper with everything kept. Its curve of bytes says by how much
-each moment is over the budget, its segments what could be given up and for what time; `solve`
-picks, and the result is compiled on paper too, until it fits. Identical layers are solved once. All
-of it is a function of program, plan and hardware.
+The program is first compiled on paper with everything kept. Its memory curve shows how far each
+moment exceeds the budget, and its segments show what could be given up and at what cost in time.
+`solve` selects among these, and the result is compiled on paper again, until it fits. Identical
+layers are solved once. Every decision is a function of program, plan and hardware alone.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from zerofx.ir.program import JOINT, Decision, Planned
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
 
-ROUNDS = 6  # corrections of what an estimate misses
-SPARE = 1000  # one in so many bytes of the budget is left to the loop
-WORTH = 0.02  # of the budget: less than this is not worth another round
+ROUNDS = 6  # at most so many corrections of an estimate
+SPARE = 1000  # 1/SPARE of the budget is left to the training loop
+WORTH = 0.02  # fraction of the budget below which another round does not pay
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What a budget decides before the passes run.
+    """The decisions that a memory budget makes before the passes run.
 
-    activations: what `split` is given. prefetch: the distance in units. spend_bytes: the peak up to
-    which buckets may stay gathered, None for none of them. decisions: the reasons.
+    activations: the policy passed to `split`. prefetch: the distance in units. spend_bytes: the
+        peak up to which buckets may stay gathered, or None to keep none of them. decisions: the
+        reasons.
     """
 
     activations: Policy
@@ -44,7 +45,7 @@ class Choices:
 
     @property
     def offloaded(self) -> tuple[str, ...]:
-        """What leaves for the host because the budget asks for it, by name."""
+        """Return the names of the values that are offloaded to the host to meet the budget."""
         solved = self.activations
         return tuple(sorted(solved.offloaded)) if isinstance(solved, Solved) else ()
 
@@ -53,24 +54,24 @@ Trial = Callable[[Choices], Planned]  # compiles on paper
 
 
 def budget_bytes(plan: Plan, margin_bytes: int = 0) -> int | None:
-    """Return what a program may take of a plan's budget: all but a thousandth and a margin.
+    """Return the part of a plan's budget that a program may use: all but a thousandth and a margin.
 
-    The thousandth is for what no graph shows: step counts, norms, the scalars of the loop. The
-    margin is for what its regions were found to take beyond their operators, once compiled.
+    The thousandth covers what no graph shows: step counts, norms, the scalars of the training loop.
+    The margin covers the memory that compiled regions were measured to use beyond their operators.
     """
     budget = plan.memory_budget
     return None if budget is None else budget - budget // SPARE - margin_bytes
 
 
 def budget_for(peak_bytes: int) -> int:
-    """Return the smallest budget under which a program may take so much."""
+    """Return the smallest budget under which a program may use `peak_bytes`."""
     return peak_bytes + (peak_bytes - 1) // (SPARE - 1)
 
 
 def link_of(plan: Plan, prices: Roofline) -> Link | None:
-    """Return the way to the host that activations may take; None where the plan offloads none.
+    """Return the link to the host for activations, or None if the plan does not offload them.
 
-    On a CPU copies run inline; on a GPU they have lanes of their own.
+    On a CPU, copies run inline; on a GPU, they have lanes of their own.
     """
     if plan.offload.activations == "none":
         return None
@@ -86,13 +87,14 @@ def decide(
     trial: Trial,
     margin_bytes: int = 0,
 ) -> Choices:
-    """Return the quickest choices whose peak is within the plan's budget, but for a margin.
+    """Return the fastest choices whose peak is within the plan's budget minus `margin_bytes`.
 
-    captured: the program as `split` will find it. prefetch: the distance to begin with; if the plan
-        leaves it open, it shrinks where nothing else fits.
+    captured: the program as `split` will receive it. prefetch: the initial distance; if the plan
+        leaves it open, it is reduced when nothing else fits.
 
     Raises:
-        BudgetError: nothing fits; it says the least that does, and what stands at that peak.
+        BudgetError: nothing fits; the message gives the smallest sufficient budget and the largest
+            holders at that peak.
     """
     link = link_of(plan, prices)
     tradeoffs = functools.cache(lambda: Tradeoffs(captured, prices, link, plan.host_budget))
@@ -109,7 +111,7 @@ def decide(
 
 
 class _Attempt:
-    """Tries to meet the budget at one prefetch distance; `least` is the smallest memory seen."""
+    """An attempt to meet the budget at one prefetch distance; `least` is the lowest memory seen."""
 
     def __init__(
         self,
@@ -136,14 +138,14 @@ class _Attempt:
         return self._give_up(report) if is_solved else self._tight(first)
 
     def _asked_for(self, activations: Policy | float) -> Choices:
-        """Return what the plan asks for, whatever the budget."""
+        """Return the choices that the plan asks for, regardless of the budget."""
         if not isinstance(activations, float):
             return Choices(activations, self.distance)
         solved, reasons = solve_fraction(self.captured, activations)
         return Choices(solved, self.distance, decisions=reasons)
 
     def _give_up(self, whole: Memory) -> Choices | None:
-        """Give activations up until the program fits: each round corrects the one before."""
+        """Give up activations until the program fits; each round corrects the last estimate."""
         tradeoffs = self.tradeoffs()
         target = self.budget
         for _ in range(ROUNDS):
@@ -163,9 +165,10 @@ class _Attempt:
     def _take_back(
         self, tradeoffs: Tradeoffs, whole: Memory, fits: Choices, target: int
     ) -> Choices:
-        """Keep again what there is still room for once the rest of the budget is spent.
+        """Keep as many activations again as fit after the rest of the budget is spent.
 
-        A bucket that stays gathered needs no slot in backward, which can free more than it holds.
+        A bucket that stays gathered needs no slot in backward, which can free more than it
+        occupies.
         """
         fits = self._spending(fits)
         slack = self.budget - self._peak(fits)
@@ -178,7 +181,7 @@ class _Attempt:
             return fits
 
     def _tight(self, choices: Choices) -> Choices | None:
-        """Return choices that fit only once every bucket stays gathered, None if not even then."""
+        """Return choices that fit only if every bucket stays gathered, or None."""
         everything = replace(choices, spend_bytes=sys.maxsize)
         return self._spending(choices) if self._peak(everything) <= self.budget else None
 
@@ -198,7 +201,7 @@ class _Attempt:
 
 
 def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
-    """Say what the smallest budget is, and name what stands in the way."""
+    """Build the error that states the smallest sufficient budget and the largest holders."""
     assert plan.memory_budget is not None
     needed = budget_for(least.peak_bytes)
     held = least.held_at(least.peak_time)
@@ -211,12 +214,13 @@ def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
         str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
     )
     if program.loop.accumulation > 1:
-        how += ", gradients of earlier micro-batches standing"
+        how += ", gradients of earlier micro-batches held"
     more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
     return BudgetError(
         f"memory_budget: {program.model_name} needs {format_bytes(needed)} "
-        f"({needed} bytes) a rank at stage {plan.stage} {how}, optimizer states of AdamW "
-        f"included, but the budget is {format_bytes(plan.memory_budget)}; at that peak stand "
-        f"{names}; raise the budget to it, shard more (stage, ranks){more}",
+        f"({needed} bytes) per rank at stage {plan.stage} {how}, optimizer states of AdamW "
+        f"included, but the budget is {format_bytes(plan.memory_budget)}. The "
+        f"largest holders at that peak are {names}. Raise the budget to that value, "
+        f"shard more (stage, ranks){more}",
         needed,
     )

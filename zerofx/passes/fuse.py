@@ -1,4 +1,4 @@
-"""fuse: patterns whose kernels are ours become one visible node each, forward and backward."""
+"""fuse: replace patterns that have a zerofx kernel by one node each, forward and backward."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PATTERNS: dict[str, Callable[[fx.Graph], Iterator[Match]]] = {
 class Fuse(Pass):
     """Replace loss heads, norms, gated activations and rotary embeddings by fused nodes.
 
-    Each pattern is matched forward and backward at once, in the joint graph, and only where
-    nothing else reads a value inside it. `patterns` names those to look for, joined by "+"; "all"
-    is every one, "none" is none.
+    Each pattern is matched in forward and backward together, in the joint graph, and only if
+    nothing outside reads a value inside it. `patterns` names the patterns to look for, joined by
+    "+"; "all" selects every one and "none" selects none.
 
     Raises:
         PlanError: no pattern has that name.

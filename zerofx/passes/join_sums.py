@@ -1,8 +1,8 @@
 """join-sums: sum the small gradients of a bucket over the tensor axis in one message.
 
-Where the sequence is cut, each rank has a summand of the gradients of norms and biases. Each such
-sum is a collective of a few kilobytes: those of one bucket, which nothing but its reduction reads,
-are made as one. All such sums are launched once their summands are there.
+If the sequence is sharded, each rank holds one summand of the gradients of norms and biases. Each
+such sum is a collective of a few kilobytes. The sums of one bucket that only its reduction reads
+are merged into one collective. Every sum is launched as soon as its summands are ready.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from zerofx.passes.placement import Span, spans
 
 @dataclass(frozen=True)
 class JoinSums(Pass):
-    """Make the sums that end in gradients of one bucket one collective.
+    """Merge the sums over the tensor axis that feed one bucket's gradients into one collective.
 
-    below_bytes: of a sum, from which on it goes by itself: to join values is to copy them.
+    below_bytes: a sum of this size or larger stays separate, since joining values copies them.
     """
 
     name: ClassVar[str] = "join-sums"
@@ -58,16 +58,16 @@ class JoinSums(Pass):
 
 
 def _is_sum(node: fx.Node) -> bool:
-    """Say whether a gradient is a sum over the tensor axis that nothing else reads."""
+    """Return whether a gradient is a sum over the tensor axis that has exactly one reader."""
     if kind_of(node) is not Kind.WAIT or len(node.users) != 1:
         return False
     return node.all_input_nodes[0].target is ops.reduce_values
 
 
 def _launch(graph: fx.Graph, waits: list[fx.Node], where: dict[int, Span], number: int) -> None:
-    """Launch sums behind the region that makes the last summand, and wait a region later.
+    """Launch sums after the region that computes the last summand, and wait one region later.
 
-    number: of the message, if there is one for several.
+    number: the number of the message, if several sums share one.
     """
     launches = [wait.all_input_nodes[0] for wait in waits]
     summands: list[Any] = [launch.args[0] for launch in launches]

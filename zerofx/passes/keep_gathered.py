@@ -1,4 +1,4 @@
-"""keep-gathered: let some buckets stay gathered from forward to backward."""
+"""keep-gathered: leave some buckets gathered from forward to backward."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from zerofx.plan.sizes import format_bytes
 
 @dataclass(frozen=True)
 class KeepGathered(Pass):
-    """Spare the backward's all-gather of as many buckets as the budget has room for.
+    """Save the backward all-gather of as many buckets as the budget has room for.
 
-    Buckets are taken from the last of forward to the first: the last ones are needed again
-    soonest, so a kept byte is held for the shortest time. What fits is measured on the final
-    order, slots included. Without a budget nothing is kept.
+    Buckets are taken from the last of forward to the first: backward needs the last ones soonest,
+    so a kept byte is held for the shortest time. The peak is measured on the final order, slots
+    included. Without a budget nothing is kept.
 
     Raises:
-        BudgetError: the budget is below what the program needs with nothing kept.
+        BudgetError: the budget is below the memory that the program needs with nothing kept.
     """
 
     name: ClassVar[str] = "keep-gathered"
@@ -48,7 +48,9 @@ class KeepGathered(Pass):
         return Report(fits > 0, f"{fits} buckets kept, {size} bytes")
 
     def _how_many(self, program: Planned) -> int:
-        """Return how many of the candidates fit; all of them can need less than none, as what stays
+        """Return how many of the candidates fit.
+
+        Keeping all of them can need less memory than keeping none, since a bucket that stays
         gathered needs no slot in backward.
         """
         assert self.budget_bytes is not None
@@ -58,10 +60,10 @@ class KeepGathered(Pass):
         if (least := _peak_with(program, 0)) > self.budget_bytes:
             raise BudgetError(
                 f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
-                f"a rank at stage {program.plan.stage} and world {program.world_size} with nothing "
-                f"kept, optimizer states of AdamW included, but the budget is "
-                f"{format_bytes(self.budget_bytes)}; raise it, shard more (stage, ranks), or set "
-                "activations='auto'",
+                f"per rank at stage {program.plan.stage} and world {program.world_size} with "
+                "nothing kept, optimizer states of AdamW included, but the budget is "
+                f"{format_bytes(self.budget_bytes)}. Raise the budget, shard more (stage, "
+                "ranks), or set activations='auto'",
                 least,
             )
         while too_many - fits > 1:
@@ -75,7 +77,7 @@ class KeepGathered(Pass):
     def _decisions(
         self, program: Planned, candidates: list[tuple[fx.Node, fx.Node]], fits: int
     ) -> Iterator[Decision]:
-        """Yield what becomes of each bucket, and what was spent in all."""
+        """Yield the decision on each bucket, and the budget spent in total."""
         assert self.budget_bytes is not None
         peak, budget = _peak_with(program, fits), format_bytes(self.budget_bytes)
         spent = f"the peak is {format_bytes(peak)} of {budget}"
@@ -95,7 +97,7 @@ class KeepGathered(Pass):
 
 
 def _peak_with(program: Planned, count: int) -> int:
-    """Return the peak of one step if the first `count` candidates were kept."""
+    """Return the peak bytes of one step if the first `count` candidates were kept."""
     trial = program.clone()
     for pair in _candidates(trial)[:count]:
         _keep(trial, *pair)
@@ -104,14 +106,14 @@ def _peak_with(program: Planned, count: int) -> int:
 
 
 def _candidates(program: Planned) -> list[tuple[fx.Node, fx.Node]]:
-    """Return (forward's, backward's) wait of each bucket gathered in both, in backward's order."""
+    """Return the (forward, backward) waits of each bucket gathered in both, in backward's order."""
     forward = _gathers(program.graph(FORWARD))
     backward = _gathers(program.graph(BACKWARD))
     return [(forward[bucket], wait) for bucket, wait in backward.items() if bucket in forward]
 
 
 def _gathers(graph: fx.Graph) -> dict[int, fx.Node]:
-    """Return the wait of each gathered bucket, the one nearest to the turn where there are two."""
+    """Return the wait of each gathered bucket; of two, the one nearest to the end of forward."""
     waits = [n for n in graph.nodes if kind_of(n) is Kind.WAIT and _delivers_whole(launch_of(n))]
     found: dict[int, fx.Node] = {}
     for node in waits:
@@ -122,7 +124,7 @@ def _gathers(graph: fx.Graph) -> dict[int, fx.Node]:
 
 
 def _keep(program: Planned, forward: fx.Node, backward: fx.Node) -> int:
-    """Return `forward`'s gathered buffer as a saved value, read it in place of `backward`'s."""
+    """Return `forward`'s gathered buffer as a saved value, and read it in place of `backward`'s."""
     bucket, size = info(forward).index, nbytes(value(forward))
     position = sum(1 for s in program.outputs[FORWARD] if s.role is Role.SAVED)
     name = f"gathered_{bucket}"
@@ -145,7 +147,7 @@ def _keep(program: Planned, forward: fx.Node, backward: fx.Node) -> int:
 
 
 def _delivers_whole(launch: fx.Node) -> bool:
-    """Say whether a launch makes a whole bucket: an all-gather, or a reload by its one owner."""
+    """Return whether a launch delivers a whole bucket: a gather, or the sole owner's reload."""
     spec = spec_of(launch)
     if spec is None or spec.stays:
         return False
@@ -158,7 +160,7 @@ def _is_sent(launch: fx.Node) -> bool:
 
 
 def _erase_moves(graph: fx.Graph, held: fx.Node) -> None:
-    """Erase what brought a shard here that nothing takes any more: its reload, and its read."""
+    """Erase the reload and the read of a shard that nothing uses any more."""
     while kind_of(held) is Kind.WAIT:
         _erase_release(graph, held)
         launch = held.all_input_nodes[0]

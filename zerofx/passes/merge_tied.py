@@ -76,7 +76,8 @@ def _merge_gradients(program: Planned, canonical: dict[str, str]) -> int:
                 before,
             )
         )
-        # a placeholder gradient may be the later one only if both are: then append at the end
+        # a gradient that is a placeholder can only be the later one if both are: append at the end
+        # then
         point = (
             graph.inserting_after(late)
             if late.op != "placeholder"

@@ -1,4 +1,4 @@
-"""offload-activations: let saved values wait on the host between forward and backward."""
+"""offload-activations: keep saved values on the host between forward and backward."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from zerofx.plan.sizes import format_bytes
 
 @dataclass(frozen=True)
 class OffloadActivations(Pass):
-    """Copy saved values to the host behind their last use, and back ahead of backward's first.
+    """Copy saved values to the host after their last use, and back before backward's first.
 
-    What leaves is a whole storage; backward looks into it again by the views that were saved. The
-    copies of one region are waited for, and their sources given back, behind the next region that
-    launches some: as much compute as there is between hides them. A reload is launched `distance`
+    A value leaves as a whole storage; backward reads it again through the views that were saved.
+    The copies of one region are waited for, and their sources released, after the next region that
+    launches copies, so that the compute between the two hides them. A reload is launched `distance`
     units before its value is read.
 
-    activations: the plan's; the units that its patterns offload, though not what takes fewer than
-        `least_bytes`.
-    everything: beside these, all saved values for which no pattern speaks, but for those that
-        backward would reload before it has computed anything: their way would only cost.
-    values: names of saved values, or of forward's nodes, that leave in any case.
+    activations: the plan's policy. Units whose pattern says "offload" leave, except storages
+        smaller than `least_bytes`.
+    everything: also offload all saved values that no pattern mentions, except those that
+        backward would reload before it has computed anything, since their round trip would only
+        cost time.
+    values: names of saved values, or of forward nodes, that leave in any case.
 
     Raises:
-        PlanError: what leaves takes more than `host_budget_bytes`.
+        PlanError: the offloaded values take more than `host_budget_bytes`.
     """
 
     name: ClassVar[str] = "offload-activations"
@@ -87,7 +88,7 @@ class OffloadActivations(Pass):
         return self.everything and choices <= {"offload", None} and is_worth_it
 
     def _choice(self, unit: str) -> str | None:
-        """Return what the plan's patterns say of a unit, None where they say nothing."""
+        """Return the choice of the plan's patterns for a unit, or None if no pattern matches."""
         if not isinstance(self.activations, Mapping):
             return None
         found = (c for pattern, c in self.activations.items() if fnmatchcase(unit, pattern))
@@ -96,7 +97,7 @@ class OffloadActivations(Pass):
 
 # -- forward --------------------------------------------------------------------------------------
 def _leave(graph: fx.Graph, groups: Sequence[Leaving]) -> list[fx.Node]:
-    """Insert each value's offload behind its last use, and its wait; return the waits."""
+    """Insert each value's offload after its last use, and its wait; return the waits."""
     behind = {region: span.last.next for region, span in spans(graph).items()}
     waits: list[fx.Node] = []
     launched: list[tuple[int, fx.Node]] = []
@@ -127,7 +128,7 @@ def _describe(node: fx.Node, group: Leaving, number: int, phase: Phase = Phase.F
 
 
 def _label(group: Leaving) -> str:
-    """Name a storage: as the saved value that is all of it, else as forward's node."""
+    """Name a storage after the saved value that spans it, or else after the forward node."""
     whole = (n for n, v in zip(group.names, group.views.values(), strict=True) if v is group.root)
     return next(whole, group.root.name)
 
@@ -135,7 +136,7 @@ def _label(group: Leaving) -> str:
 def _save(
     program: Planned, groups: Sequence[Leaving], hosts: Sequence[fx.Node], taken: dict[int, fx.Node]
 ) -> int:
-    """Save the host's values behind those that stay; return the position of the first."""
+    """Append the host copies to the values that stay saved; return the position of the first."""
     gone = {position for group in groups for position in group.views}
     pairs = list(zip(program.outputs[FORWARD], program.results(FORWARD), strict=True))
     others = [(s, r) for s, r in pairs if s.role is not Role.SAVED]
@@ -184,7 +185,7 @@ def _look_into(
     taken: dict[int, fx.Node],
     where: dict[int, Span],
 ) -> None:
-    """Let backward read a reloaded storage, each region by views of its own."""
+    """Make backward read a reloaded storage, each region through views of its own."""
     made: dict[tuple[int, fx.Node], fx.Node] = {}
     for position, view in group.views.items():
         before = taken[position]
@@ -201,7 +202,7 @@ def _look_into(
 
 
 def _again(graph: fx.Graph, forward: fx.Node, source: fx.Node, first: fx.Node) -> fx.Node:
-    """Copy a view of forward to the beginning of a region of backward."""
+    """Copy a view of forward to the beginning of a backward region."""
     with graph.inserting_before(first):
         view = graph.node_copy(forward, lambda _: source)
     view.meta = dict(forward.meta)

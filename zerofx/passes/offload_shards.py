@@ -1,4 +1,4 @@
-"""offload-shards: bring shards that live off the device to it, and take their gradients back."""
+"""offload-shards: reload shards that are kept off the device, and offload their gradients."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from zerofx.passes.base import Fact, Pass, Report
 
 @dataclass(frozen=True)
 class OffloadShards(Pass):
-    """Reload what a gather sends ahead of its launch, and offload each reduced gradient.
+    """Reload the shard of each gather before its launch, and offload each reduced gradient.
 
-    The reload of a gather is launched `distance` gathers ahead of it, so the copy and the transfer
-    of one bucket overlap with those of others. Where one rank owns a whole bucket, the reload is
-    the gather. What stays on the device as a copy is refreshed there, which moves nothing unless
-    the shard has changed. A reduced slice leaves when its reduction has ended; it is stored behind
-    the next one's launch, so that one is on its way beside the compute. What is gathered from NVMe
-    is read into host memory `read_distance` reloads ahead of its own.
+    The reload is launched `distance` gathers ahead of its own gather, so that the copy and the
+    transfer of one bucket overlap those of others. If one rank owns a whole bucket, the reload
+    replaces the gather. A bucket that keeps a copy on the device is refreshed there, which moves
+    nothing unless the shard has changed. A reduced slice is offloaded when its reduction has ended.
+    It is stored after the launch of the next one, so that one slice is in flight during the
+    compute. A shard on NVMe is read into host memory `read_distance` reloads before its own reload.
     """
 
     name: ClassVar[str] = "offload-shards"
@@ -62,7 +62,7 @@ class OffloadShards(Pass):
 
 
 def _replace(graph: fx.Graph, gather: fx.Node) -> fx.Node:
-    """Let a reload stand for a gather among one rank."""
+    """Replace a gather among a single rank by a reload."""
     with graph.inserting_before(gather):
         launch = call(graph, ops.reload_shard, gather.args[:3], named=dict(gather.kwargs))
     launch.meta["zfx"] = info(gather)
@@ -72,7 +72,7 @@ def _replace(graph: fx.Graph, gather: fx.Node) -> fx.Node:
 
 
 def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -> fx.Node:
-    """Put a reload before another gather's launch, and give this gather what it delivers."""
+    """Insert a reload before another gather's launch, and make this gather send its result."""
     bucket = layout.buckets[info(gather).index]
     shard = gather.all_input_nodes[0]
     arguments = (shard, bucket.index, layout.shard_numel(bucket))
@@ -93,7 +93,7 @@ def _insert(graph: fx.Graph, gather: fx.Node, before: fx.Node, layout: Layout) -
 
 
 def _read(graph: fx.Graph, reload: fx.Node, before: fx.Node) -> None:
-    """Put the read of a shard from NVMe before another reload, and give this one what arrives."""
+    """Insert a shard's read from NVMe before another reload; its own reload uses the result."""
     shard = reload.all_input_nodes[0]
     with graph.inserting_before(before):
         launch = call(graph, ops.read_shard, (shard, info(reload).index, value(shard).numel()))
@@ -104,7 +104,7 @@ def _read(graph: fx.Graph, reload: fx.Node, before: fx.Node) -> None:
 
 
 def _offload_gradients(program: Planned, layout: Layout) -> int:
-    """Send the reduced slices of buckets that live off the device there, one at a time."""
+    """Offload the reduced slices of buckets that are kept off the device, one at a time."""
     graph = program.graph(BACKWARD)
     stored = [n for n in graph.nodes if kind_of(n) is Kind.STORE and _bucket(n, layout).is_away]
     launches = []

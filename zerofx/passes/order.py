@@ -1,4 +1,4 @@
-"""The order of the passes: one list in reading order, built for a setting and checked whole."""
+"""The order of the passes: one list, built for a setting and checked as a whole."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from zerofx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Setting:
-    """What the pipeline is built for.
+    """The inputs that determine the pipeline.
 
-    choices: what the plan's budget decided; None takes the plan's fields as they stand.
-    loop: the steps that the budget is for. pool: slots that are there for other programs.
-    margin_bytes: of the budget, left for what compiled regions take beyond their operators.
-    pipeline: the passes to run, as text; empty for all of them. position: of the pipeline stage
-    whose program it is for.
+    choices: the decisions of the plan's budget; None uses the plan's fields unchanged.
+    loop: the training steps that the budget covers. pool: slots that exist for other programs.
+    margin_bytes: the part of the budget left for what compiled regions use beyond their operators.
+    pipeline: the passes to run, as text; empty runs all of them. position: the pipeline stage
+    whose program is compiled.
     """
 
     plan: Plan
@@ -69,45 +69,47 @@ class Setting:
 
 Make = Callable[[Setting], Pass]
 
-# One pass per line, in the order in which they run, each with the reason for its place. A memory
-# budget is decided between the two lists: what it decides are options of the second.
+# One pass per line, in execution order, each with the reason for its place. A memory
+# budget is decided between the two lists: its decisions are options of the second.
 PREPARE: list[Make] = [
-    # first of all: it says what a parameter is, to whatever counts or compares them
+    # first: it defines the format of a parameter for everything that counts or compares parameters
     lambda s: Cast(precision=s.plan.precision),
-    # before merge-tied, behind which the reference is taken: all else is proved against this graph
+    # before merge-tied, after which the reference is taken: later graphs are proved against that
+    # graph
     lambda s: Fuse(patterns=_patterns(s)),
-    # before merge-tied as well: a sum over tiles rounds otherwise
+    # before merge-tied for the same reason: a sum over tiles rounds differently
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
-    # the same holds for a bias that is added behind a sum over ranks
+    # the same holds for a bias that is added after a sum over ranks
     lambda s: OpenProducts(parallel=s.plan.parallel),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
-    # behind the reference, which is of whole values; before anything counts what a rank holds
+    # after the reference, which is of whole values; before anything counts what a rank holds
     lambda s: Place(parallel=s.plan.parallel),
-    # behind place: a stage's values are cut as the whole model's are; before all that counts them
+    # after place: a stage's values are sharded as the whole model's are; before all that counts
+    # them
     lambda s: CutStages(parallel=s.plan.parallel, position=s.position),
 ]
 PLACE: list[Make] = [
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
     lambda s: Split(activations=s.choices.activations if s.choices else s.plan.activations),
-    # behind split, which must not save what is under way; before regions are cut at launches
+    # after split, which must not save a value in flight; before regions are cut at launches
     lambda s: OverlapValues(),
     # before communication: cuts depend on units alone, so identical layers stay identical
     lambda s: CutRegions(),
-    # between regions, and before gathers: what it moves is forward's own, and all that comes later
-    # is measured without it
+    # between regions, and before gathers: it moves only values of forward, and all later passes
+    # measure without them
     lambda s: OffloadActivations(
         activations=s.plan.activations,
         everything=s.plan.offload.activations != "none" and s.plan.activations != "auto",
         values=s.choices.offloaded if s.choices else (),
         distance=distance(s),
         least_bytes=s.hardware.offload_min_bytes,
-        # what else is on the host is counted with it, behind the last pass
+        # everything else on the host is counted together with it, after the last pass
         host_budget_bytes=None if _spills(s) or _lives_away(s) else s.plan.host_budget,
     ),
-    # at once: it takes what has just been brought to the host from there
+    # immediately after: it takes what has just been offloaded to the host from there
     lambda s: SpillActivations(enabled=_spills(s)),
-    # before the collectives that it shapes
+    # before the collectives, whose sizes it decides
     lambda s: AssignBuckets(
         plan=s.plan,
         world_size=s.world_size,
@@ -116,46 +118,46 @@ PLACE: list[Make] = [
         layout=s.layout,
     ),
     lambda s: ShardParameters(stage=s.plan.stage),
-    # once it is known which gradients travel together, and before they do
+    # once it is known which gradients share a bucket, and before they are reduced
     lambda s: JoinSums(),
     # after shard-parameters: it reads the shard placeholders
     lambda s: ShardGradients(
         world_size=s.world_size // s.plan.parallel.num_shared, by_rows=s.plan.sparse_gradients
     ),
-    # once all collectives over the shard axis are there, and before anything moves or weighs them
+    # once all collectives over the shard axis exist, and before any pass moves or weighs them
     lambda s: Quantize(weights=s.plan.quantized_weights, gradients=s.plan.quantized_gradients),
-    # running statistics follow rank 0
+    # running statistics are broadcast from rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),
-    # after release: moving a launch needs to know when its buffer is free again
+    # after release: moving a launch requires knowing when its buffer is free again
     lambda s: PrefetchGathers(distance=distance(s)),
     lambda s: SinkWaits(),
-    # after the collectives have their places: copies are launched ahead of those
+    # after the collectives have their final positions: copies are launched ahead of them
     lambda s: OffloadShards(distance=distance(s)),
-    # after all that moves reads of shards, which an update overwrites
+    # after all passes that move reads of shards, which an update overwrites
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
-    # after all that moves and frees: what fits is measured on the final order
+    # after all passes that move and release: the room left is measured on the final order
     lambda s: KeepGathered(
         budget_bytes=s.choices.spend_bytes if s.choices else budget_bytes(s.plan, s.margin_bytes)
     ),
-    # last: places follow the final order
+    # last: slots follow the final order
     lambda s: AssignSlots(),
 ]
 
 
 def _spills(setting: Setting) -> bool:
-    """Tell whether activations that leave go on to NVMe, so that the host holds few of them."""
+    """Return whether offloaded activations go on to NVMe, so that the host holds few of them."""
     return setting.plan.offload.activations == "nvme"
 
 
 def _lives_away(setting: Setting) -> bool:
-    """Tell whether parameters or optimizer states live off the device."""
+    """Return whether parameters or optimizer states are kept off the device."""
     offload = setting.plan.offload
     return {offload.parameters, offload.optimizer} != {"none"}
 
 
 def _patterns(setting: Setting) -> str:
-    """Return what may be fused: it changes rounding, and on CPU only the loss head gains by it."""
+    """Return the patterns to fuse. Fusing changes rounding; on CPU only the loss head gains."""
     if setting.plan.numerics == "bitwise":
         return "none"
     return "all" if setting.hardware.device_type == "cuda" else "linear-cross-entropy"
@@ -166,7 +168,7 @@ def _or(value: int | None, default: int) -> int:
 
 
 def distance(setting: Setting) -> int:
-    """Return how many buckets gathers are launched ahead."""
+    """Return how many buckets ahead gathers are launched."""
     if setting.choices is not None:
         return setting.choices.prefetch
     prefetch = setting.plan.prefetch
@@ -178,7 +180,7 @@ _ADDED: list[tuple[str, Make]] = []  # after the pass of this name
 
 @contextlib.contextmanager
 def added_pass(make: Make, after: str) -> Iterator[None]:
-    """Run a pass that is not in the lists after the one named `after`, while the block lasts."""
+    """Run an additional pass after the pass named `after`, for the duration of the block."""
     entry = (after, make)
     _ADDED.append(entry)
     try:
@@ -199,7 +201,7 @@ class Pipeline:
         return self.prepare + self.place
 
     def __str__(self) -> str:
-        """Return the pipeline as text that `Setting.pipeline` takes back, one pass per line."""
+        """Return the pipeline as text that `Setting.pipeline` accepts, one pass per line."""
         return "\n".join(p.spec() for p in self.passes)
 
 
@@ -207,7 +209,8 @@ def build(setting: Setting) -> Pipeline:
     """Build the passes of a setting and check that each finds what it requires.
 
     Raises:
-        PlanError: the pipeline's text is wrong, or a pass misses what it needs; both are named.
+        PlanError: the pipeline's text is invalid, or a requirement of a pass is missing; the
+            message names both.
     """
     prepare, place = (_made(setting, makes) for makes in (PREPARE, PLACE))
     if setting.pipeline:
@@ -235,8 +238,8 @@ def _chosen(
 ) -> tuple[list[Pass], list[Pass]]:
     """Return the passes that a text names, in its order, each with the options that it gives.
 
-    asked: by pass, what its options are before a budget decides. What a text repeats of them is
-        left to the budget.
+    asked: per pass, its options before a budget decides. An option that the text repeats unchanged
+        is left to the budget.
     """
     known = {p.name: p for p in (*prepare, *place)}
     found: list[Pass] = []
@@ -251,12 +254,12 @@ def _chosen(
 
 
 def parse(text: str) -> list[tuple[str, dict[str, str]]]:
-    """Read a pipeline: passes by line or divided by commas, options in braces, comments after #.
+    """Parse a pipeline: passes split by newlines or commas, options in braces, # comments.
 
         cast, fuse{patterns=none}, split{activations=keep}   # like this
 
     Raises:
-        PlanError: a brace or an option is wrong; the place is shown.
+        PlanError: a brace or an option is invalid; the message quotes it.
     """
     lines = (line.split("#")[0].strip() for line in text.splitlines())
     found = []
@@ -275,7 +278,7 @@ def parse(text: str) -> list[tuple[str, dict[str, str]]]:
 
 
 def _divided(text: str) -> list[str]:
-    """Divide at the commas that are in no bracket; leave out what is empty."""
+    """Split at the commas outside of brackets, and drop empty parts."""
     parts, depth = [""], 0
     for letter in text:
         depth += (letter in "{[(") - (letter in ")]}")
@@ -287,10 +290,10 @@ def _divided(text: str) -> list[str]:
 
 
 def check_order(passes: Sequence[Pass]) -> None:
-    """Refuse an order in which a pass misses what it requires or meets what it conflicts with.
+    """Raise if a pass lacks what it requires, or follows what it conflicts with.
 
     Raises:
-        PlanError: naming the pass and the facts.
+        PlanError: names the pass and the facts.
     """
     facts = {Fact.CAPTURED}
     for p in passes:

@@ -1,9 +1,9 @@
-"""overlap-values: wait for collectives of values, and compute meanwhile what does not need them.
+"""overlap-values: wait for collectives of values, and overlap each with independent compute.
 
-Between two collectives of values a graph has a stretch of compute. What a launch needs of it stays
-before the launch, and what else the same unit computes there goes between the launch and its wait:
-in backward these are the products that make the gradients of weights, while the gradient of the
-input is summed over the ranks. What comes behind a wait and does not need it goes before it too.
+Between two collectives of values a graph has a stretch of compute. The nodes that a launch depends
+on stay before it; the other nodes of the same unit move between the launch and its wait. In
+backward these are the products that compute weight gradients, while the gradient of the input is
+summed over the ranks. Nodes after a wait that do not depend on it move before it too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from zerofx.passes.base import Fact, Pass, Report
 
 @dataclass(frozen=True)
 class OverlapValues(Pass):
-    """Give each collective of values its wait, and let independent compute stand between them.
+    """Insert each collective's wait, and move independent compute between launch and wait.
 
-    moves: False waits for each where it is launched.
+    moves: False places each wait directly after its launch.
     """
 
     name: ClassVar[str] = "overlap-values"
@@ -59,7 +59,7 @@ def _await(graph: fx.Graph, launch: fx.Node, number: int) -> None:
 
 
 def _overlap(launch: fx.Node) -> int:
-    """Move what a launch does not need of the stretch before it behind it; return how much."""
+    """Move earlier compute that a launch does not need after it; return the number of nodes."""
     if _is_of_parameter(launch):
         return 0
     stretch = _before(launch)
@@ -79,7 +79,7 @@ def _overlap(launch: fx.Node) -> int:
 
 
 def _sink(wait: fx.Node) -> int:
-    """Move what does not need a wait of the stretch behind it before it; return how much."""
+    """Move later compute that does not need a wait before it; return the number of nodes."""
     if _is_of_parameter(wait.all_input_nodes[0]):
         return 0
     behind, moved = {wait}, 0
@@ -96,7 +96,7 @@ def _sink(wait: fx.Node) -> int:
 
 
 def _before(launch: fx.Node) -> list[fx.Node]:
-    """Return the compute before a launch, the last first, up to another collective of values."""
+    """Return the compute between a launch and the previous collective of values, last first."""
     found: list[fx.Node] = []
     node = launch.prev
     while node.op == "call_function" and not _is_boundary(node):
@@ -110,14 +110,14 @@ def _is_boundary(node: fx.Node) -> bool:
 
 
 def _may_move(node: fx.Node, past: fx.Node) -> bool:
-    """Say whether a node may pass another one: draws keep their order, units keep together."""
+    """Return whether a node may pass another: draws keep their order, units stay together."""
     where = info(node)
     is_same = (where.unit, where.phase) == (info(past).unit, info(past).phase)
     return is_same and not where.is_random and not node.is_impure()
 
 
 def _is_of_parameter(launch: fx.Node) -> bool:
-    """Say whether a launch sends a parameter, whose memory is given back behind its readers."""
+    """Return whether a launch sends a parameter, whose memory is released after its readers."""
     return any(info(_root(given)).role is Role.PARAM for given in launch.all_input_nodes)
 
 

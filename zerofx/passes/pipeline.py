@@ -1,4 +1,4 @@
-"""The pass pipeline: runs the passes in their order, checks what each made, and records it."""
+"""The pass pipeline: runs the passes in order, checks the result of each, and records it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from zerofx.passes.order import Setting, build, distance
 from zerofx.plan.fields import nearest
 from zerofx.plan.sizes import format_bytes
 
-# -- Whether what a program holds in host memory fits the plan's `host_budget` ---------------------
+# -- Whether a program's host memory fits the plan's `host_budget` ---------------------------------
 
 
-NAMES = 3  # of the largest holders that an error gives
+NAMES = 3  # how many of the largest holders an error lists
 
 
 def check_host_budget(program: Planned) -> None:
-    """Refuse a program that holds more on the host than its plan allows.
+    """Raise if a program holds more host memory than its plan allows.
 
-    Nothing here can give way: what lives on the host does so for good.
+    No pass can reduce this amount: tensors kept on the host stay there permanently.
 
     Raises:
-        BudgetError: names both numbers and what takes most.
+        BudgetError: states both numbers and the largest holders.
     """
     budget = program.plan.host_budget
     if budget is None:
@@ -49,26 +49,26 @@ def check_host_budget(program: Planned) -> None:
     largest = ", ".join(f"{name} {format_bytes(n)}" for name, n in held.most_common(NAMES))
     raise BudgetError(
         f"host_budget: {program.model_name} holds {format_bytes(report.host_bytes)} "
-        f"({report.host_bytes} bytes) on the host a rank at stage {program.plan.stage} and world "
+        f"({report.host_bytes} bytes) on the host per rank at stage {program.plan.stage} and world "
         f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}; raise it "
         "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more",
         report.host_bytes,
     )
 
 
-# -- The pass pipeline: runs the passes in their order, checks what each made, and records it ------
+# -- The pass pipeline: runs the passes in order, checks the result of each, and records it --------
 
 
 class Proof(Enum):
     """When a program is linted and verified while passes run."""
 
-    EACH = "behind each pass"
-    END = "behind the last one"
+    EACH = "after each pass"
+    END = "after the last pass"
     NONE = "never: the result is for pricing alone"
 
 
 def run_pass(program: Planned, p: Pass) -> Planned:
-    """Copy, run, lint, verify, record. The given program is left as it was."""
+    """Run a pass on a copy of the program; lint, verify and record it. Return the copy."""
     after = program.clone()
     report = _apply(after, p)
     if not report.changed:
@@ -78,7 +78,7 @@ def run_pass(program: Planned, p: Pass) -> Planned:
 
 
 def _apply(program: Planned, p: Pass, proof: Proof = Proof.EACH) -> Report:
-    """Run a pass in place; lint and verify what it changed, in nodes or in facts."""
+    """Run a pass in place; lint and verify the program if its nodes or facts changed."""
     report = p.run(program)
     facts, program.facts = program.facts, program.facts | p.provides
     if proof is Proof.NONE:
@@ -95,7 +95,7 @@ def _apply(program: Planned, p: Pass, proof: Proof = Proof.EACH) -> Report:
 
 
 def _prove(program: Planned) -> None:
-    """Lint and verify a program; its graphs can be run from here on."""
+    """Lint and verify a program and recompile its graphs, so that they can be run."""
     for gm in program.graphs.values():
         gm.graph.lint()
         gm.recompile()
@@ -114,7 +114,7 @@ def _num_nodes(program: Planned) -> int:
 
 
 def _recorded(program: Planned, spec: str, summary: str) -> Entry:
-    """Return the entry of a pass that has just run, its record made at once."""
+    """Return the history entry of a pass that has just run, with its record made immediately."""
     entry = Entry(spec, summary, _num_nodes(program))
     comm = traffic(program).sent_bytes
     peak = memory(program, keeps_results=False).peak_bytes
@@ -128,16 +128,18 @@ def run(
 ) -> Planned:
     """Run the whole pipeline on a captured program, or up to the pass named `until`.
 
-    proof: when what passes made is verified. Of what fails at the end all passes run once more,
-        to name the one that made it.
+    proof: when the results of passes are verified. If verification fails at the end, all passes run
+        once more to identify the faulty one.
 
-    The given program is left as it was. The history's records (dumps, peaks) are made when first
-    asked for, by running the pipeline once more with everything recorded: passes are functions of
-    the program and their options alone, and recording takes longer than they do.
+    The given program is unchanged. The history's records (dumps, peaks) are made on first access,
+    by running the pipeline once more with everything recorded. This is possible because passes are
+    functions of the program and their options alone, and worthwhile because recording takes longer
+    than the passes.
 
     Raises:
         PlanError: no pass has that name.
-        BudgetError: memory_budget or host_budget is too small; the least that would do is said.
+        BudgetError: memory_budget or host_budget is too small; the message gives the smallest
+            sufficient one.
     """
     pipeline = build(setting)
     names = ["capture", *(p.name for p in pipeline.passes)]
@@ -185,9 +187,9 @@ def run(
 
 @paused_collector()
 def resume(program: Planned, setting: Setting, after: str) -> Planned:
-    """Run what follows on the pass named `after`, on a program that was run until there.
+    """Run the passes that follow the one named `after`, on a program that was run up to it.
 
-    For pricing alone: nothing is proved or recorded. What was run before must be what `setting`
+    For pricing alone: nothing is proved or recorded. The passes before must be those that `setting`
     would have run.
     """
     passes = build(setting).passes
@@ -208,14 +210,14 @@ def _begun(program: Program, setting: Setting) -> Planned:
 
 
 def _has_budget(program: Planned) -> bool:
-    """Tell whether a program has a budget to meet: a training program whose plan sets one."""
+    """Return whether a program must meet a budget: a training program whose plan sets one."""
     return program.plan.memory_budget is not None and JOINT in program.graphs
 
 
 def decide_budget(program: Planned, setting: Setting) -> Choices:
-    """Return what the plan's budget decides for a program that was prepared: a stage of its own.
+    """Decide the choices of the plan's memory budget for a program after its `prepare` passes.
 
-    It places the program on paper, with one choice after another, and measures each.
+    The program is compiled on paper with one choice after another, and each result is measured.
     """
 
     def trial(choices: Choices) -> Planned:

@@ -1,13 +1,14 @@
-"""place: cut the values of a graph over the tensor axis, and convert them where they must change.
+"""place: shard a graph's values over the tensor axis, with conversions where placements differ.
 
-The cuts of parameters are the seeds. The walk goes through the joint graph once and picks, for
-every call, the way (`ir.placing`) that costs least: what conversions of its arguments send, and
-what it computes on every rank alike. With the seeds of Megatron-LM the collectives are its own.
+The cuts of parameters are the seeds. The pass visits every call of the joint graph once and picks
+the cheapest way (`ir.placing`) to compute it. The cost of a way is the bytes that conversions of
+its arguments send, plus the work that every rank repeats. With the seeds of Megatron-LM the
+resulting collectives are those of Megatron-LM.
 
-Rules that the counts rest on: a sum of summands is made once, for all who read it; parameters stay
-where they are; a product that makes a parameter's gradient gives it as the parameter lies; what is
-converted is what views look into, once; what a gather brought in forward is gathered again in
-backward, unless it is small.
+Rules that the counts rest on: a partial sum is reduced once, for all of its readers; parameters are
+never moved; a product that computes a parameter's gradient delivers it with the parameter's
+placement; a conversion applies once to the base of views; a value gathered in forward is gathered
+again in backward, unless it is small.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ from zerofx.plan.parts import Parallel
 
 log = logging.getLogger("zerofx")
 _aten = torch.ops.aten
-_NEVER = 1e15  # the price of what must not happen: a parameter that moves
+_NEVER = 1e15  # the price of a conversion that is forbidden: moving a parameter
 
 
 def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
-    """Return parameters as a rank of the tensor axis has them: cut, where their style says so."""
+    """Return the parameters as one rank of the tensor axis holds them, according to their style."""
     return [_with_part(p, parallel) for p in params]
 
 
@@ -70,7 +71,7 @@ def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
 
 @dataclass(frozen=True)
 class OpenProducts(Pass):
-    """Take products with a bias apart whose weight is cut by rows: each would add the bias."""
+    """Split products with a bias whose weight is cut by rows: each rank would add the bias."""
 
     name: ClassVar[str] = "open-products"
     keeps_bits: ClassVar[bool] = False
@@ -107,7 +108,7 @@ class OpenProducts(Pass):
         readers = list(product.users)
         is_viewed = len(readers) == 1 and readers[0].target in _VIEWS
         if is_viewed and value(readers[0]).shape[-1] == value(product).shape[-1]:
-            last = readers[0]  # to where the sum is, which has the form of what reads it
+            last = readers[0]  # to the sum, which has the shape of its reader
         with graph.inserting_after(last):
             total = call(graph, _aten.add.Tensor, (last, bias))
         last.replace_all_uses_with(total, lambda user: user is not total)
@@ -122,7 +123,7 @@ class OpenProducts(Pass):
 
 @dataclass(frozen=True)
 class Place(Pass):
-    """Cut parameters and values over the ranks of the tensor axis."""
+    """Shard parameters and values over the ranks of the tensor axis."""
 
     name: ClassVar[str] = "place"
     keeps_bits: ClassVar[bool] = False
@@ -137,7 +138,7 @@ class Place(Pass):
         if ranks == 1:
             return Report(False, "one rank")
         cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
-        program.params = cut  # the given program has the other one
+        program.params = cut  # the given program keeps the old dictionary
         sent: Counter[str] = Counter()
         whole: Counter[str] = Counter()
         for name in list(program.graphs):
@@ -157,11 +158,12 @@ class Place(Pass):
 
 @dataclass
 class Placing:
-    """Builds one rank's graph from the whole one, node by node.
+    """Builder of one rank's graph from the whole graph, node by node.
 
-    new: whole node -> one rank's; lies: how it lies. made: conversions that exist.
-    sent: the conversions that send, by name. whole: calls of cut values that no way fits, which run
-        whole, with their lines.
+    new: node of the whole graph -> node of one rank's graph. lies: its placement. made: existing
+        conversions.
+    sent: the conversions that communicate, by name. whole: calls on sharded values that no way
+        fits. They run on whole values, and are listed with their source lines.
     """
 
     program: Planned
@@ -201,7 +203,7 @@ class Placing:
                 self.graph.erase_node(node)
         return self.graph
 
-    # -- what is given ----------------------------------------------------------------------
+    # -- inputs -----------------------------------------------------------------------------
     def _placeholder(self, node: fx.Node) -> None:
         lies: Placement = R
         part = self._part(node)
@@ -233,16 +235,17 @@ class Placing:
         self.graph.output(tuple(results))
 
     def _due(self, spec: OutputInfo) -> Placement:
-        """Return how a result must lie: a gradient as its parameter does, all else whole."""
+        """Return the placement of a result: its parameter's for a gradient, otherwise whole."""
         if spec.role is Role.GRAD:
             part = self.program.params[spec.name].part
             return R if part is None else part.cut
         return R
 
     def _wanted(self) -> dict[fx.Node, Placement]:
-        """Return how the products that make parameters' gradients should lie.
+        """Return the placement wanted for the products that compute parameter gradients.
 
-        As the parameter does; those of a whole parameter are summands where rows are cut.
+        It is the parameter's own. For a whole parameter, the products stay partial sums if rows are
+        cut.
         """
         found: dict[fx.Node, Placement] = {}
         if self.name != JOINT:
@@ -276,7 +279,7 @@ class Placing:
 
     def _call(self, node: fx.Node) -> None:
         whole = self._whole(node)
-        if not whole.operands:  # it makes a value of nothing, the same on every rank
+        if not whole.operands:  # no inputs: the same value on every rank
             self.lies[node] = gives = whole_way(whole).gives
             self.new[node] = new = self.graph.node_copy(node, lambda n: self.new[n])
             new.name, new.meta = node.name, dict(node.meta)
@@ -306,7 +309,7 @@ class Placing:
         return whole if settled is None else replace(whole, hints=(settled,))
 
     def _choose(self, node: fx.Node, whole: WholeCall) -> Way:
-        if info(node).is_random:  # all ranks draw the same, and so for the same
+        if info(node).is_random:  # all ranks draw the same numbers, for whole values
             return whole_way(whole)
         if node not in self.wanted and all(operand.now == R for operand in whole.operands):
             return whole_way(whole)
@@ -317,7 +320,7 @@ class Placing:
         return found[costs.index(min(costs))]
 
     def _cost(self, node: fx.Node, whole: WholeCall, way: Way) -> float:
-        """Return what a way sends, in bytes, with what it computes more than once as bytes too."""
+        """Return the bytes that a way sends, plus its repeated computation converted to bytes."""
         tensors = tensors_of(node)
         cost = sum(self._move(a, need) for a, need in zip(tensors, way.needs, strict=True))
         made = nbytes(value(node))
@@ -342,9 +345,9 @@ class Placing:
         return cost
 
     def _settled(self, whole: WholeCall) -> Cut | None:
-        """Return how the stream between layers lies where the sequence is cut.
+        """Return the placement of the stream between layers if the sequence is sharded.
 
-        It is [batch, length, width], and sums of summands are made as it is.
+        The stream is [batch, length, width]; partial sums are reduced to that placement.
         """
         if not self.parallel.sequence or isinstance(whole.result, (list, tuple)):
             return None
@@ -353,10 +356,10 @@ class Placing:
         return Cut(1) if fits(whole.shape, Cut(1), self.ranks) else None
 
     def _is_narrowed(self, node: fx.Node) -> bool:
-        """Say whether all that reads a sum of summands comes to a smaller sum of it.
+        """Return whether all readers of a partial sum reduce it to something smaller.
 
-        Then less is sent if products with whole values are made of the summands: so experts'
-        outputs are weighted, and those of each token summed, before the ranks' summands are.
+        Then less is sent if products with whole values are applied to the summands. For example,
+        experts' outputs are weighted and summed per token before the ranks' summands are added.
         """
         if node not in self.narrowed:
             self.narrowed[node] = bool(node.users) and all(
@@ -377,7 +380,7 @@ class Placing:
 
     # -- conversions --------------------------------------------------------------------------
     def _move(self, node: fx.Node, to: Placement) -> float:
-        """Return what it would cost to have a value lie so."""
+        """Return the cost of converting a value to the given placement."""
         now = self.lies[node]
         if now == to or self._key(node, to) in self.made:
             return 0.0
@@ -404,7 +407,7 @@ class Placing:
         return self.new[node], to, phase
 
     def to(self, node: fx.Node, to: Placement) -> fx.Node:
-        """Return one rank's value of a node, lying as asked."""
+        """Return one rank's value of a node with the requested placement."""
         now, new = self.lies[node], self.new[node]
         if now == to:
             return new
@@ -419,12 +422,12 @@ class Placing:
         else:
             made = self._convert(node, new, now, to)
         self.made[key] = made
-        if now == P:  # a sum is made once, for all that read it
+        if now == P:  # a partial sum is reduced once, for all readers
             self.new[node], self.lies[node] = made, to
         return made
 
     def _is_of_a_sum(self, node: fx.Node, to: Placement) -> bool:
-        """Say whether a value is another's, seen or negated, whose sum others read too."""
+        """Return whether a node views or negates a partial sum that other nodes read too."""
         if to != R or self.lies[node] != P or node.target not in {_aten.neg.default, *_VIEWS}:
             return False
         source: Any = node.args[0]
@@ -466,7 +469,7 @@ class Placing:
         whole: WholeCall,
     ) -> fx.Node:  # fmt: skip
         made = self._called(target, args, named)
-        if "zfx" in made.meta:  # an equal view, made before
+        if "zfx" in made.meta:  # an equal view that exists already
             return made
         made.name = node.name
         made.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": made.meta["val"]}
@@ -479,9 +482,9 @@ class Placing:
         return Placed(gives, shape_of(value(node)), node.target, whole.args, whole.kwargs, is_same)
 
     def _called(self, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
-        """Append a call; a view that the strides of a part do not allow looks into a dense copy.
+        """Append a call; if a shard's strides do not allow a view, view a dense copy instead.
 
-        Equal views of one value are one node, so that what they look into is converted once.
+        Equal views of one value are one node, so that their base is converted only once.
         """
         told = tuple(id(a) if isinstance(a, fx.Node) else repr(a) for a in args)
         key = (target, told, info(self.at).phase)
@@ -514,7 +517,7 @@ def _dense(where: Info) -> Placed:
 
 
 def _seen_by(node: fx.Node) -> fx.Node:
-    """Return what a value is that of, seen in another form or negated."""
+    """Return the base of a value that is a reshaped or negated view of it."""
     while node.target in _ROWS and node.target is not _aten.index.Tensor:
         node = node.args[0]  # type: ignore[assignment]
     return node

@@ -1,4 +1,4 @@
-"""Where communication may stand: between regions. Shared by the passes that insert or move it."""
+"""Positions for communication: between regions. Shared by the passes that insert or move it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ def plan_layout(
     params: Iterable[UnitParam], plan: Plan, world_size: int, persist_below: int, bucket_bytes: int,
     position: int = 0,
 ) -> Layout:  # fmt: skip
-    """Return the buckets of a model: a function of model, plan, machine table and world only.
+    """Return the buckets of a model: a function of model, plan, machine table and world alone.
 
-    Stage 0 is sharded over one rank and replicated over all; stages 1 and 2 keep every parameter
-    gathered, so `persist_below` matters at stage 3 only. Under a memory budget units are merged no
-    further than the largest one goes, unless the plan says how far: its buffers are there anyway.
+    Stage 0 is sharded over one rank and replicated over all. Stages 1 and 2 keep every parameter
+    gathered, so `persist_below` matters at stage 3 only. Under a memory budget, units are merged
+    only up to the size of the largest unit, whose buffers exist in any case, unless the plan sets
+    the bucket size.
 
-    position: of the pipeline stage whose rank asks.
+    position: the pipeline stage of the rank.
     """
     params = list(params)
     shard_size, replicate_size = plan.axis_sizes(world_size)
@@ -47,10 +48,11 @@ def plan_layout(
 
 
 def with_tiers(layout: Layout, offload: Offload) -> Layout:
-    """Return a layout whose buckets have the homes and sources that a plan gives them.
+    """Return the layout with each bucket on the tiers that the plan's `offload` assigns.
 
-    What is trained lives where its optimizer runs, `device_fraction` of it on the device: the first
-    buckets, whose gradients come last. What is frozen lives on the parameters' tier.
+    Trained parameters are kept where their optimizer runs, with `device_fraction` of them on the
+    device: the first buckets, whose gradients come last. Frozen parameters are kept on the tier of
+    the parameters.
     """
     trained, frozen = TIER_OF[offload.optimizer], TIER_OF[offload.parameters]
     left = offload.device_fraction * sum(b.numel for b in layout.buckets if b.trainable)
@@ -72,19 +74,19 @@ _FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def compute_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the format to capture in; None leaves every parameter in its own."""
+    """Return the format to capture in; None keeps every parameter in its own format."""
     return None if precision.compute == "fp32" else _FORMATS[precision.compute]
 
 
 def module_dtypes(precision: Precision) -> Patterns | None:
-    """Return the formats of modules that compute in one of their own, by name pattern."""
+    """Return the formats of modules that compute in a format of their own, by name pattern."""
     if precision.modules is None:
         return None
     return Patterns({pattern: _FORMATS[name] for pattern, name in precision.modules.items()})
 
 
 def capture_options(plan: Plan) -> dict[str, Any]:
-    """Return what a plan asks of capture, as keywords of `zerofx.capture`."""
+    """Return the options that a plan sets for capture, as keyword arguments of `zerofx.capture`."""
     return {
         "differentiate": plan.differentiate,
         "outputs": plan.outputs,
@@ -96,7 +98,7 @@ def capture_options(plan: Plan) -> dict[str, Any]:
 
 
 def with_master(params: Iterable[ParamInfo], precision: Precision) -> list[ParamInfo]:
-    """Return parameters with the format that they are kept in: the master's, where one is cast."""
+    """Return the parameters with their storage format: the master format if they are cast."""
     compute, master = compute_dtype(precision), _FORMATS[precision.master]
     modules = module_dtypes(precision) or Patterns({})
 
@@ -110,7 +112,7 @@ def with_master(params: Iterable[ParamInfo], precision: Precision) -> list[Param
 
 
 def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitParam]:
-    """Return what the layout needs to know of parameters that are kept in their final format."""
+    """Return the layout's view of parameters that already have their storage format."""
     has_own = precision.compute == precision.reduce == "fp32" and precision.modules is None
     reduce_dtype = None if has_own else _FORMATS[precision.reduce]
     return [
@@ -132,19 +134,19 @@ def unit_params(params: Iterable[ParamInfo], precision: Precision) -> list[UnitP
 
 @dataclass(frozen=True)
 class Span:
-    """The half-open stretch of a graph that one region occupies: its first and last node."""
+    """The contiguous part of a graph that one region occupies: its first and last node."""
 
     first: fx.Node
     last: fx.Node
 
 
 def spans(graph: fx.Graph) -> dict[int, Span]:
-    """Return where each region begins and ends."""
+    """Return the span of each region."""
     return {k: Span(nodes[0], nodes[-1]) for k, nodes in regions(graph).items()}
 
 
 class Units:
-    """Where backward may launch a reload: a number of units ahead of a region."""
+    """Launch positions for reloads in backward: a number of units ahead of a region."""
 
     def __init__(self, graph: fx.Graph, distance: int) -> None:
         self.spans, self._distance = spans(graph), distance
@@ -179,7 +181,7 @@ def reading_regions(node: fx.Node) -> set[int]:
 
 
 def bucket_uses(program: Planned, graph: str) -> dict[int, list[fx.Node]]:
-    """Return, for each bucket, the parameter placeholders of `graph` that lie in it."""
+    """Return, for each bucket, the placeholders of `graph` for its parameters."""
     where = program.layout.where
     found: dict[int, list[fx.Node]] = {}
     for node in program.placeholders(graph, Role.PARAM):

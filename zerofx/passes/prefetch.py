@@ -17,12 +17,13 @@ from zerofx.passes.base import Fact, Pass, Report
 class PrefetchGathers(Pass):
     """Launch each gather just before the wait that is `distance` buckets ahead of its own.
 
-    The transfer is then covered by the compute of `distance` buckets, and at most
-    `distance` + 1 all-gathers are in flight at once. A refresh beside all-gathers goes with the
-    next of them and does not count: in most calls it transfers nothing.
+    The compute of `distance` buckets then overlaps the transfer, and at most `distance` + 1
+    all-gathers are in flight at once. A refresh among all-gathers is launched with the next of them
+    and does not count, since it transfers nothing in most calls.
 
-    In backward a tile's gather is launched where the tile `distance` before it is released, if the
-    gradient of that one is computed then and can cover it: one tile fewer is gathered at a time.
+    In backward, a tile's gather is launched where the tile `distance` before it is released, if
+    that tile's gradient is computed then and can overlap the transfer. This way one tile fewer is
+    gathered at a time.
     """
 
     name: ClassVar[str] = "prefetch-gathers"
@@ -43,10 +44,10 @@ class PrefetchGathers(Pass):
         waits = [n for n in graph.nodes if is_wait_of(n, lambda launch: launch.is_gather)]
         steps = [n for n in waits if is_wait_of(n, lambda launch: not launch.stays)] or waits
         counted = set(steps)
-        ahead, moved = 0, 0  # `ahead`: how many steps stand before the wait
+        ahead, moved = 0, 0  # `ahead`: the number of steps before the wait
         for wait in waits:
             target = steps[max(0, min(ahead, len(steps) - 1) - self.distance)]
-            # a refresh before the first step has nothing to go ahead of
+            # a refresh before the first step has no earlier step to be launched with
             is_behind_target = target is not wait and (wait in counted or ahead > 0)
             released = self._released_before(wait, steps, ahead, tiles) if wait in counted else None
             if released is not None:
@@ -61,7 +62,7 @@ class PrefetchGathers(Pass):
     def _released_before(
         self, wait: fx.Node, steps: list[fx.Node], ahead: int, tiles: set[int]
     ) -> fx.Node | None:
-        """Return the release behind which a tile's gather is launched, None to do as ever."""
+        """Return the release after which a tile is gathered, or None for the usual position."""
         if ahead < self.distance or info(wait).phase is not Phase.BACKWARD:
             return None
         before = steps[ahead - self.distance]

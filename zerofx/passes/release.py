@@ -18,7 +18,7 @@ from zerofx.passes.placement import Span, spans
 
 @dataclass(frozen=True)
 class Release(Pass):
-    """Insert `release` behind the last region that reads a gathered bucket."""
+    """Insert `release` after the last region that reads a gathered bucket."""
 
     name: ClassVar[str] = "release"
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.PARAMS_SHARDED})
@@ -48,7 +48,7 @@ def _release(graph: fx.Graph, full: fx.Node, where: dict) -> None:
 
 
 def _end(reader: fx.Node, where: dict[int, Span]) -> fx.Node:
-    """Return the node behind which a reader is done: its region's last, or the wait of a launch."""
+    """Return the node after which a reader is done: its region's last, or the wait of a launch."""
     region = info(reader).region
     if region is not None:
         return where[region].last

@@ -29,9 +29,9 @@ class ShardGradients(Pass):
 
     The declared scale is 1 / world size: gradients are the mean over ranks.
 
-    by_rows: the reduction of a table that is alone in its bucket, and only looked up, is told which
-    rows it has gradients for. How many distinct ones there are is known when it is launched. All
-    ranks then choose what sends less, rows or the whole table.
+    by_rows: if a bucket consists of one table that is only used by lookups, its reduction also
+        receives the indices of the rows that have gradients. The number of distinct rows is known
+        at launch. All ranks then choose the cheaper transfer: these rows or the whole table.
     """
 
     name: ClassVar[str] = "shard-gradients"
@@ -123,7 +123,7 @@ class ShardGradients(Pass):
     def _looked_up(
         self, layout: Layout, bucket: Bucket, grads: list[tuple[str, fx.Node]]
     ) -> list[fx.Node]:
-        """Return the indices of the rows that a bucket's gradient has; none if it goes whole."""
+        """Return the indices of a gradient's rows, or [] if the bucket is reduced whole."""
         is_table = len(bucket.params) == 1 and len(bucket.params[0].shape) == 2
         is_whole = (
             bucket.is_away or bucket.tile is not None or len(reduction.legs(layout.mesh)) != 1
@@ -132,19 +132,19 @@ class ShardGradients(Pass):
 
 
 def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the dtype argument where gradients travel in another format than the shards'."""
+    """Return the dtype argument if gradients are reduced in another format than the shards'."""
     return {} if bucket.reduce_dtype is bucket.dtype else {"dtype": dtype}
 
 
 def _end(node: fx.Node, where: dict[int, Span]) -> fx.Node:
-    """Return the node behind which a gradient is there: its region's last one, or its own."""
+    """Return the node after which a gradient is available: its region's last, or itself."""
     source = root_producer(node)
     if source.op == "placeholder":
         return _body(source.graph).prev
     region = info(source).region
     if region is not None:
         return where[region].last
-    if is_alias(source) and kind_of(source.all_input_nodes[0]) is Kind.WAIT:  # one of several
+    if is_alias(source) and kind_of(source.all_input_nodes[0]) is Kind.WAIT:  # one part of several
         return max(source.all_input_nodes[0].users)
     return source
 
@@ -154,7 +154,7 @@ def _body(graph: fx.Graph) -> fx.Node:
 
 
 def _shard(program: Planned, bucket: Bucket) -> fx.Node:
-    """Make the shard placeholder of a bucket whose parameters backward does not read."""
+    """Create the shard placeholder of a bucket whose parameters backward does not read."""
     like = value(program.placeholders(BACKWARD)[0])
     return add_placeholder(
         program.graph(BACKWARD),

@@ -23,12 +23,14 @@ from zerofx.passes.placement import bucket_uses, reading_regions, spans
 class ShardParameters(Pass):
     """Gather each bucket before the first region that reads it.
 
-    Stage 3: all-gather in forward and again in backward. A bucket whose uses lie more than
-    `regather_gap` regions apart (a tied embedding and head) is gathered for each stretch, if it is
-    larger than `regather_bytes`; a tile for each use. Stages 1 and 2, and persistent buckets: the
-    gathered copy is resident and refreshed after an update. One rank a shard axis: the shard is the
-    parameter, unless it is computed with in another format or lives off the device; then the copy
-    in that format, there, is what is gathered.
+    Stage 3: all-gather in forward and again in backward. A bucket whose uses are more than
+    `regather_gap` regions apart (a tied embedding and head) is gathered once per run of uses, if it
+    is larger than `regather_bytes`; a tile is gathered for each use.
+    Stages 1 and 2, and persistent buckets: the gathered copy is resident and is refreshed after an
+    update.
+    One rank on the shard axis: the shard is the parameter, unless the layers compute in another
+    format or the shard is kept off the device. In that case a device copy in the compute format is
+    gathered.
     """
 
     name: ClassVar[str] = "shard-parameters"
@@ -64,7 +66,7 @@ class ShardParameters(Pass):
         return Report(gathers > 0, f"{gathers} gathers")
 
     def _stretches(self, params: list[fx.Node], bucket: Bucket) -> list[set[int]]:
-        """Group the regions that read the bucket into stretches, each with its own gather."""
+        """Group the regions that read the bucket into runs, each with its own gather."""
         used = sorted(set().union(*(reading_regions(p) for p in params)))
         if not used:
             return [set()]
@@ -72,7 +74,7 @@ class ShardParameters(Pass):
         for region in used[1:]:
             gap = region - groups[-1][-1]
             far = gap > self.regather_gap and bucket.full_bytes > self.regather_bytes
-            if bucket.tile is not None:  # or its fellows would gather beside it
+            if bucket.tile is not None:  # otherwise several tiles would be gathered at once
                 far = gap > 1
             if far and self.stage == 3:
                 groups.append([region])
@@ -133,7 +135,7 @@ class ShardParameters(Pass):
 def _shard_placeholder(
     program: Planned, graph: str, bucket: Bucket, given: Sequence[fx.Node]
 ) -> fx.Node:
-    """Append the placeholder of a bucket's shard behind those that the graph has."""
+    """Append the placeholder of a bucket's shard after the graph's other placeholders."""
     val = value(given[0]).new_empty(program.layout.shard_numel(bucket), dtype=bucket.dtype)
     return add_placeholder(
         program.graph(graph),

@@ -15,11 +15,11 @@ from zerofx.passes.base import Fact, Pass, Report
 
 @dataclass(frozen=True)
 class SinkWaits(Pass):
-    """Move each reduction's wait behind later compute, with at most `in_flight` under way.
+    """Move each reduction's wait after later compute, with at most `in_flight` reductions pending.
 
-    The wait moves to just before the reduction that would make one too many, or, where that is a
-    tile's, before its gradient buffer, which then takes the place of the one that was waited for.
-    The rest is waited for at the end of backward.
+    A wait moves to just before the reduction that would exceed the limit. If that reduction is a
+    tile's, the wait moves before its gradient buffer, which then reuses the memory of the completed
+    one. All remaining waits are at the end of backward.
     """
 
     name: ClassVar[str] = "sink-waits"

@@ -1,4 +1,4 @@
-"""spill-activations: let what waits on the host wait on NVMe instead, and pass through the host."""
+"""spill-activations: move offloaded values on from the host to NVMe, and back through the host."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from zerofx.passes.placement import Units
 
 @dataclass(frozen=True)
 class SpillActivations(Pass):
-    """Write each offloaded value out once it has arrived on the host, and read it back in time.
+    """Write each offloaded value to NVMe from the host, and read it back before its reload.
 
-    The values that offloads of one place bring are written while those of the next are copied, and
-    waited for before the ones after that: the host holds two places' values, however many leave.
-    A read is launched `distance` units ahead of its value's reload, which is ahead of its use.
+    Values that arrive together are written while the next group is copied, and waited for before
+    the group after that. The host therefore holds the values of two groups, regardless of the
+    total. A read is launched `distance` units ahead of its value's reload, which is itself ahead of
+    the use.
     """
 
     name: ClassVar[str] = "spill-activations"
@@ -53,7 +54,7 @@ def _is_copy_to(tier: Tier) -> Callable[[OpSpec], bool]:
 
 
 def _write_out(graph: fx.Graph, arrivals: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Write what arrives on the host, one run of waits after another; return what stands for it."""
+    """Write the arriving values, one run of waits after another; return the replacement of each."""
     stored: dict[fx.Node, fx.Node] = {}
     under_way: list[fx.Node] = []
 
@@ -78,7 +79,7 @@ def _write_out(graph: fx.Graph, arrivals: Sequence[fx.Node]) -> dict[fx.Node, fx
 
 
 def _runs(arrivals: Sequence[fx.Node]) -> list[list[fx.Node]]:
-    """Group waits that follow one another without anything between them."""
+    """Group waits that directly follow one another."""
     found: list[list[fx.Node]] = []
     for arrival in arrivals:
         if found and found[-1][-1].next is arrival:
@@ -89,7 +90,7 @@ def _runs(arrivals: Sequence[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _read_back(graph: fx.Graph, distance: int) -> int:
-    """Read each value before its reload; return how many there are."""
+    """Insert the read of each value before its reload; return the number of reads."""
     to_device = _is_copy_to(Tier.DEVICE)
     reloads = [n for n in graph.nodes if (spec := spec_of(n)) is not None and to_device(spec)]
     units = Units(graph, distance)
@@ -98,7 +99,7 @@ def _read_back(graph: fx.Graph, distance: int) -> int:
     for reload in reloads:
         here = _next_region(reload)
         ahead = units.launch_region(here)
-        # behind the waits that stand there: what those reloads have brought is off the host
+        # after the waits at this position: the reloads that they complete have left the host
         before = gaps[ahead] if ahead == here else units.spans[ahead].first
         with graph.inserting_before(before):
             read = call(graph, ops.read_back, (reload.all_input_nodes[0],))

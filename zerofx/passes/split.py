@@ -1,4 +1,4 @@
-"""split: cut the joint graph into forward and backward; decide what becomes of each activation."""
+"""split: cut the joint graph into forward and backward; decide which activations are saved."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ log = logging.getLogger("zerofx")
 class Split(Pass):
     """Cut joint into forward and backward: keep activations, or recompute them before their use.
 
-    Of a fraction, the solver picks what to keep: least time to recompute, alike layers alike.
+    For a fraction, the solver picks the activations to keep with the least time to recompute, and
+    treats identical layers identically.
     """
 
     name: ClassVar[str] = "split"
@@ -73,7 +74,7 @@ class Split(Pass):
 
 def _check_patterns(program: Planned, patterns: Mapping[str, str]) -> None:
     """Warn of patterns that no unit matches: a typo, or a plan that is shared with other models."""
-    units = sorted({info(n).unit for n in program.graph(JOINT).nodes})  # "" is the root's own
+    units = sorted({info(n).unit for n in program.graph(JOINT).nodes})  # "" is the unit of the root
     for pattern in patterns:
         if not any(fnmatchcase(unit, pattern) for unit in units):
             log.warning(
@@ -99,7 +100,8 @@ def _forward(
     outs: list[fx.Node | None] = [env[r] if isinstance(r, fx.Node) else r for r in results]
     for node in saved:
         if node.op == "placeholder" and place_of(info(node)) in updated:
-            # the live tensor is written after forward; backward must see what forward read
+            # the live tensor is written after forward; backward must see the value that forward
+            # read
             outs.append(call(graph, torch.ops.aten.clone.default, (env[node],), like=env[node]))
         else:
             outs.append(env[node])
@@ -117,7 +119,7 @@ def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Nod
 
 
 def _label(node: fx.Node) -> str:
-    """Name a saved value: an input or buffer by the user's name, else by the call that made it."""
+    """Name a saved value: an input or buffer by the user's name, otherwise after its call."""
     if node.op == "placeholder":
         return info(node).name or node.name
     if node.target is operator.getitem:
@@ -127,7 +129,7 @@ def _label(node: fx.Node) -> str:
 
 @dataclass
 class _Backward:
-    """Builds the backward graph, bringing in forward values as they are first read."""
+    """Builder of the backward graph; it adds forward values when they are first read."""
 
     joint: fx.GraphModule
     parts: JointParts
@@ -194,11 +196,11 @@ class _Backward:
         set_info(self.env[node], phase=Phase.BACKWARD)
 
     def _read(self, node: fx.Node, reader: fx.Node | None) -> fx.Node:
-        """Return the backward's own copy of a forward value, recomputing what is not saved."""
+        """Return backward's own copy of a forward value, recomputing what is not saved."""
         if node in self.env:
             return self.env[node]
         chain, stack = [], [node]
-        while stack:  # post-order over what is missing, without recursion: chains can be deep
+        while stack:  # post-order over missing values, without recursion: chains can be deep
             top = stack[-1]
             missing = [a for a in top.all_input_nodes if a not in self.env]
             if missing:

@@ -1,4 +1,4 @@
-"""sync-buffers: buffers that forward updates follow rank 0, as they do under DDP."""
+"""sync-buffers: make buffers that forward updates follow rank 0, as they do under DDP."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SyncBuffers(Pass):
     """Broadcast rank 0's new value of every buffer that forward updates, all in one message."""
 
     name: ClassVar[str] = "sync-buffers"
-    keeps_bits: ClassVar[bool] = False  # by intent: other ranks take rank 0's statistics
+    keeps_bits: ClassVar[bool] = False  # intended: other ranks take rank 0's statistics
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED, Fact.SPLIT})
 
     enabled: bool = True

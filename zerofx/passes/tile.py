@@ -1,4 +1,4 @@
-"""tile: execute large layers tile by tile, each tile of the weight gathered and reduced alone."""
+"""tile: execute large layers tile by tile, each tile gathered and reduced on its own."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ from zerofx.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Tile(Pass):
-    """Replace a weight by tiles of its rows, and each product with it by one a tile.
+    """Replace a weight by tiles of its rows, and each product with it by one product per tile.
 
     y = x W^T + b becomes cat_i(x W_i^T + b_i), and dx = dy W becomes sum_i dy_i W_i; the gradient
-    of W_i is dy_i^T x. Each tile is a parameter of its own to all later passes, with a gather, a
-    release and a reduction of its own, so that k tiles lower to 1/k what is gathered at a time. To
-    the user the weight stays one parameter. The sum over tiles rounds differently from one product
-    does: like fuse, this comes before the reference that all else is proved against.
+    of W_i is dy_i^T x. To all later passes each tile is a separate parameter with its own gather,
+    release and reduction. With k tiles, the memory gathered at a time falls to 1/k. To the user the
+    weight remains one parameter. A sum over tiles rounds differently from a single product. Like
+    fuse, this pass therefore runs before the reference is taken, against which later passes are
+    proved.
 
-    Under "auto" a weight that something else than a linear or an embedding layer reads is put
-    together from its tiles for that; under a pattern this is refused.
+    Under "auto", if something other than a linear or an embedding layer reads a weight, the weight
+    is assembled from its tiles for that reader. Under a pattern this is an error.
 
     Raises:
-        PlanError: see choose_tiles; or something else reads a weight that a pattern names.
+        PlanError: see choose_tiles; or a reader of a weight that a pattern names cannot be tiled.
 
     Source: ZeRO-Infinity (arXiv 2104.07857), section 5.1.3, memory-centric tiling.
     """
@@ -89,7 +90,7 @@ def _tile(program: Planned, param: ParamInfo, count: int, is_asked_for: bool) ->
 
 
 def _placeholders(weight: fx.Node, infos: list[ParamInfo]) -> list[fx.Node]:
-    """Put a placeholder for each tile behind the whole weight's."""
+    """Insert a placeholder for each tile after the placeholder of the whole weight."""
     graph, last, made = weight.graph, weight, []
     for number, part in enumerate(infos):
         with graph.inserting_after(last):
@@ -101,7 +102,7 @@ def _placeholders(weight: fx.Node, infos: list[ParamInfo]) -> list[fx.Node]:
 
 
 def _gradient(program: Planned, param: ParamInfo) -> fx.Node | None:
-    """Return the gradient of a parameter, None where it has none."""
+    """Return the gradient of a parameter, or None if it has none."""
     if JOINT not in program.graphs:
         return None
     pairs = zip(program.outputs[JOINT], program.results(JOINT), strict=True)
@@ -133,10 +134,10 @@ def _refusal(param: ParamInfo, count: int, error: NotTiled) -> PlanError:
     )
 
 
-# -- The operators of linear and embedding layers, forward and backward, done tile by tile ---------
-# W [rows, cols] comes as k tiles W_i [rows / k, cols]. Each class stands for one node of the graph:
-# `begin` prepares what all tiles share, `tile` adds the nodes of one, `end` puts the result
-# together. What all tiles share is prepared outside of them, so that the tiles are alike and
+# -- The operators of linear and embedding layers, forward and backward, executed tile by tile -----
+# W [rows, cols] comes as k tiles W_i [rows / k, cols]. Each class represents one node of the graph:
+# `begin` prepares what all tiles share, `tile` adds the nodes of one tile, and `end` assembles the
+# result. Shared nodes are created outside of the tiles, so that the tiles are identical and
 # compiled once.
 
 
@@ -148,12 +149,12 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def args(node: fx.Node) -> Any:
-    """Return a node's arguments; the op's schema says what they are."""
+    """Return a node's arguments; the op's schema defines their meaning."""
     return node.args
 
 
 def is_flip(node: fx.Node) -> bool:
-    """Say whether a node transposes a matrix."""
+    """Return whether a node transposes a matrix."""
     if node.target is aten.t.default:
         return True
     if node.target is aten.permute.default:
@@ -162,7 +163,7 @@ def is_flip(node: fx.Node) -> bool:
 
 
 def unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Follow transposes back; say whether an odd number of them lies between."""
+    """Return the source of a chain of transposes, and whether their number is odd."""
     is_flipped = False
     while is_flip(node):
         node, is_flipped = args(node)[0], not is_flipped
@@ -170,7 +171,7 @@ def unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 class Builder:
-    """Adds nodes to a graph in front of one of its nodes."""
+    """A builder that adds nodes to a graph in front of one of its nodes."""
 
     def __init__(self, point: fx.Node, count: int) -> None:
         self._point, self.count = point, count
@@ -179,7 +180,7 @@ class Builder:
     def call(
         self, target: Any, arguments: tuple[Any, ...], like: fx.Node, tile: int = -1, **named: Any
     ) -> fx.Node:
-        """Return a new call, with its fake value and `like`'s place in the user's model."""
+        """Add a call with its fake value, attributed to the module and line of `like`."""
         graph = self._point.graph
         base = op_name(target)[1]
         with graph.inserting_before(self._point):
@@ -192,7 +193,7 @@ class Builder:
         return node
 
     def parts(self, node: fx.Node, dim: int, like: fx.Node) -> list[fx.Node]:
-        """Return views of a tensor's equal parts along `dim`, one a tile."""
+        """Return views of a tensor's equal parts along `dim`, one per tile."""
         made = self._parts.get((node, dim))
         if made is None:
             size = value(node).shape[dim] // self.count
@@ -204,10 +205,10 @@ class Builder:
 
 @dataclass
 class TiledOp(ABC):
-    """A node that reads the weight or makes its gradient.
+    """A node that reads the weight or computes its gradient.
 
-    chain: what leads from the weight to the argument that the node reads (casts, transposes).
-    made: a result for each tile of the weight's gradient, as far as they are made.
+    chain: the casts and transposes from the weight to the argument that the node reads.
+    made: per tile of the weight's gradient, its result, filled in as the tiles are added.
     """
 
     node: fx.Node
@@ -218,30 +219,30 @@ class TiledOp(ABC):
     makes_gradient: ClassVar[bool] = False
 
     def part(self, i: int) -> int:
-        """Number the part of the layer that tile i of this node belongs to.
+        """Return the number of the layer part that tile i of this node belongs to.
 
-        Gradients are parts of their own: the weight's tile is released before they are made.
+        Gradients are separate parts: the weight's tile is released before they are computed.
         """
         return i + self.makes_gradient * len(self.tiles)
 
     def inputs(self) -> list[fx.Node]:
-        """Return what it takes beside the weight."""
+        """Return the node's inputs other than the weight."""
         mine = {self.tiles[0], *self.chain[-1:]}
         return [unflipped(a)[0] for a in self.node.all_input_nodes if a not in mine]
 
-    def begin(self, builder: Builder) -> None:  # noqa: B027  # most share nothing
-        """Add what all tiles share."""
+    def begin(self, builder: Builder) -> None:  # noqa: B027  # most classes share nothing
+        """Add the nodes that all tiles share."""
 
     @abstractmethod
     def tile(self, builder: Builder, i: int) -> None:
         """Add the nodes of tile i."""
 
     def end(self, builder: Builder) -> fx.Node | None:
-        """Add what follows the last tile; return what stands for the node, if it was a read."""
+        """Add the nodes after the last tile; return the node's replacement if it was a read."""
         return None
 
     def _weight(self, builder: Builder, i: int) -> fx.Node:
-        """Return tile i as the node reads the weight: transposed, or in another format."""
+        """Return tile i in the form in which the node reads the weight: transposed, or cast."""
         found = self.tiles[i]
         for step in self.chain:
             found = builder.call(
@@ -251,7 +252,7 @@ class TiledOp(ABC):
 
 
 class Features(TiledOp):
-    """x W^T, or b + x W^T: each tile makes its own columns."""
+    """x W^T, or b + x W^T: each tile computes its own output columns."""
 
     def begin(self, builder: Builder) -> None:
         self.parts: dict[int, fx.Node] = {}
@@ -271,7 +272,7 @@ class Features(TiledOp):
 class Sum(TiledOp):
     """x W, or b + x W: the tiles' products with their columns of x, summed one after another.
 
-    What is narrower than fp32 is summed in fp32, so that only the products are rounded.
+    Formats narrower than fp32 are summed in fp32, so that only the products are rounded.
     """
 
     def begin(self, builder: Builder) -> None:
@@ -306,7 +307,7 @@ class Gradient(TiledOp):
     """dy^T x: each tile is the product with its own columns of dy."""
 
     makes_gradient = True
-    is_flipped = False  # the node makes the transpose of the weight's gradient
+    is_flipped = False  # True if the node computes the transpose of the gradient
 
     def begin(self, builder: Builder) -> None:
         cut = args(self.node)[1 if self.is_flipped else 0]
@@ -323,12 +324,13 @@ class Gradient(TiledOp):
 
 
 class _Rows(TiledOp):
-    """What lookups share: which indices fall into each tile, and where in it."""
+    """The shared part of lookups: which indices fall into each tile, and at which row of it."""
 
     def _find(self, builder: Builder, indices: fx.Node) -> None:
-        """Add, for each tile, (indices within the tile, whether they are its own).
+        """Add, for each tile, (indices within the tile, mask of the indices that are its own).
 
-        What is no row of the weight stays none of the first or the last tile, and raises there.
+        An index outside of the weight stays out of range in the first or the last tile, and raises
+        there.
         """
         num_rows = value(self.tiles[0]).shape[0]
         last = len(self.tiles) - 1
@@ -346,7 +348,7 @@ class _Rows(TiledOp):
 
 
 class Lookup(_Rows):
-    """W[indices]: each tile looks up all, and what it has replaces what stood there."""
+    """W[indices]: each tile looks up all indices; its own rows replace the result so far."""
 
     def begin(self, builder: Builder) -> None:
         self._find(builder, args(self.node)[1])
@@ -367,7 +369,7 @@ class Lookup(_Rows):
 
 
 class LookupGradient(_Rows):
-    """The sum of dy over each row's places: a tile takes dy where it is its own, else zeros."""
+    """The sum of dy over each row's occurrences: a tile takes its own dy, and zeros elsewhere."""
 
     makes_gradient = True
 
@@ -385,7 +387,7 @@ class LookupGradient(_Rows):
 
 
 class NotTiled(Exception):
-    """A node reads a weight, or makes its gradient, in a way that cannot be done tile by tile."""
+    """A node reads a weight, or computes its gradient, in a way that cannot be tiled."""
 
     def __init__(self, node: fx.Node) -> None:
         super().__init__(str(node))
@@ -393,10 +395,12 @@ class NotTiled(Exception):
 
 
 class TiledWeight:
-    """A weight's placeholder, those of its tiles, and its gradient.
+    """A weight's placeholder, the placeholders of its tiles, and its gradient.
 
-    ops: every node that reads the weight or a form of it, and the products of its gradient.
-    forms: the weight itself, its transposes and casts. inner: what makes the gradient of products.
+    ops: every node that reads the weight or a form of it, and the products that compute its
+        gradient.
+    forms: the weight itself, its transposes and casts. inner: the nodes that combine the products
+        into the gradient.
     """
 
     def __init__(self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None) -> None:
@@ -406,12 +410,12 @@ class TiledWeight:
         self.inner: list[fx.Node] = []
         self._made: dict[fx.Node, dict[int, fx.Node]] = {}  # part of the gradient -> its tiles
 
-    # -- what there is --------------------------------------------------------------------------
+    # -- finding readers and products -----------------------------------------------------------
     def find(self) -> None:
-        """Find all readers, and what the gradient is made of.
+        """Find all readers of the weight, and the products that its gradient consists of.
 
         Raises:
-            NotTiled: one of them cannot be done tile by tile.
+            NotTiled: one of them cannot be executed tile by tile.
         """
         self._find_reads(self.weight, False)
         if self.gradient is not None:
@@ -446,13 +450,13 @@ class TiledWeight:
         else:
             raise NotTiled(node)
 
-    # -- tile by tile ---------------------------------------------------------------------------
+    # -- rewriting tile by tile -----------------------------------------------------------------
     def rewrite(self) -> list[fx.Node | None]:
-        """Put tiles in place of every reader; return the gradient of each tile.
+        """Replace every reader by tiles; return the gradient of each tile.
 
-        What backward computes of one tensor is done together: of each tile what reads the weight,
-        then its gradient, beside which the next tile is gathered. Backward goes from the last tile
-        to the first, since forward has just had the last.
+        Backward's operators on one tensor are executed together. For each tile, the readers of the
+        weight run first, then its gradient, while the next tile is gathered. Backward goes from the
+        last tile to the first, since forward has just used the last one.
         """
         order = list(range(len(self.tiles)))
         for group in self._together():
@@ -476,7 +480,7 @@ class TiledWeight:
         return [self._made[self.gradient][i] for i in order]
 
     def _together(self) -> list[list[TiledOp]]:
-        """Group backward's operators that share a tensor; the others are done alone."""
+        """Group backward's operators that share a tensor; all others are alone."""
         groups: list[list[TiledOp]] = []
         for op in sorted(self.ops, key=lambda op: op.node):
             is_backward = info(op.node).phase is Phase.BACKWARD
@@ -492,24 +496,24 @@ class TiledWeight:
         return groups
 
     def _inner(self, node: fx.Node, i: int) -> fx.Node:
-        """Add a sum, a transpose or a cast of the gradient for tile i, behind what it takes."""
+        """Add tile i's sum, transpose or cast of the gradient, after the nodes it reads."""
         taken = tuple(self._made[a][i] if a in self._made else a for a in args(node))
         last = max(a for a in taken if isinstance(a, fx.Node))
         builder = Builder(last.next, len(self.tiles))
         return builder.call(node.target, taken, last, info(last).tile, **node.kwargs)
 
     def erase(self) -> None:
-        """Erase what the tiles have replaced; the output no longer reads the whole gradient."""
+        """Erase the nodes that tiles replaced; the output no longer reads the whole gradient."""
         old = {*self.inner, *(op.node for op in self.ops), *self.forms}
         for node in sorted(old, reverse=True):
             node.graph.erase_node(node)
 
-    # -- put together ---------------------------------------------------------------------------
+    # -- assembling the whole weight ------------------------------------------------------------
     def join(self) -> list[fx.Node | None]:
-        """Give readers the whole weight, put together from its tiles, and cut its gradient.
+        """Give readers the whole weight, assembled from its tiles, and split its gradient.
 
-        It is put together in front of its first reader, and in backward once more, with views of
-        its own: what backward reads of forward would be saved, and that is never a weight.
+        The weight is assembled before its first reader, and again in backward, with separate views.
+        Backward would otherwise save a value of forward, and a weight must never be saved.
         """
         self.ops, self.inner, self.forms = [], [], {self.weight: ()}
         for form in self.weight.graph.nodes:
@@ -531,7 +535,7 @@ class TiledWeight:
         return parts
 
     def _whole(self, form: fx.Node, reader: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
-        """Return a form of the weight in front of its reader; `known` are those of its phase."""
+        """Return a form of the weight before its reader; `known` holds the forms of its phase."""
         if form not in known:
             builder = Builder(reader, len(self.tiles))
             if form is self.weight:
@@ -546,7 +550,7 @@ class TiledWeight:
 
 
 def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[TiledOp]:
-    """Return how a reader of the weight is done tile by tile."""
+    """Return the class that executes a reader of the weight tile by tile."""
     taken = args(user)
     reads = [a for a in user.all_input_nodes if a is weight]
     is_product = user.target in (aten.mm.default, aten.addmm.default) and not user.kwargs
@@ -559,7 +563,7 @@ def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[Tile
 
 
 def _is_same(node: fx.Node) -> bool:
-    """Say whether a node gives what it takes element by element, perhaps in another format."""
+    """Return whether a node returns its input element by element, possibly in another format."""
     return node.target in (aten.detach.default, aten.alias.default, aten._to_copy.default)
 
 

@@ -1,4 +1,4 @@
-"""How many tiles each parameter has: decided before capture, from names, shapes and the plan."""
+"""Tile counts: the number of tiles of each parameter, decided before capture."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from zerofx.plan.fields import Patterns, covers, nearest
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
 
-# What tiling="auto" lets a tile take of the budget that shards, gradients and states leave: two
-# gathers and two reductions are under way at once, and activations need room too.
-MOST = 64  # tiles of one weight that "auto" asks for: each has collectives of its own
+# The share of the budget, after shards, gradients and states, that a tile may use under
+# tiling="auto": two gathers and two reductions are in flight at once, and activations need room
+# too.
+MOST = 64  # tiles per weight under "auto": each has collectives of its own
 AUTO_SHARE = 1 / 8
-STATE_BYTES = 8  # an element's states of AdamW in fp32, which predictions assume too
+STATE_BYTES = 8  # AdamW's fp32 states per element, as in predictions
 
 
 def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> dict[str, int]:
     """Return the number of tiles of each parameter that has more than one.
 
-    Those that gain nothing by it stay whole: see `gains`.
+    Parameters whose tiling saves no memory stay whole: see `gains`.
 
     Raises:
-        PlanError: a pattern names no parameter of a layer's weight, or a parameter cannot be cut
-            into so many tiles; names it, both numbers and the nearest number that can.
+        PlanError: a pattern matches no weight of a layer, or a parameter cannot be cut into the
+            requested number of tiles; the message gives the parameter, both numbers and the nearest
+            possible number.
     """
     params = [p for p in params if p.tile is None]
     wanted: Mapping[str, int] = {}
@@ -45,18 +47,18 @@ def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> di
 
 
 def gains(param: ParamInfo, plan: Plan, shard_size: int) -> bool:
-    """Say whether tiles of a parameter lower what a device holds: they come and go one by one.
+    """Return whether tiling a parameter lowers device memory: its tiles come and go one by one.
 
-    So it is at stage 3, where the rest is on other ranks, or all of it off the device. Else the
-    gathered parameter is resident, or the shard itself: on one rank, of what `device_fraction`
-    leaves there.
+    This is the case at stage 3 if the rest of the parameter is on other ranks, or all of it is off
+    the device. Otherwise the gathered parameter is resident, or the shard itself is: on one rank,
+    the part that `device_fraction` keeps on the device.
     """
     is_away = _is_away(param, plan) and not plan.offload.device_fraction
     return plan.stage == 3 and (shard_size > 1 or is_away)
 
 
 def _is_away(param: ParamInfo, plan: Plan) -> bool:
-    """Say whether gathers read a parameter off the device: it lives there, and has no copy here."""
+    """Return whether gathers read a parameter from off the device, where it has no device copy."""
     offload = plan.offload
     return offload.parameters != "none" and not (
         param.requires_grad and offload.optimizer == "none"
@@ -64,7 +66,7 @@ def _is_away(param: ParamInfo, plan: Plan) -> bool:
 
 
 def with_tiles(params: Iterable[ParamInfo], counts: Mapping[str, int]) -> list[ParamInfo]:
-    """Return parameters with each tiled one replaced by its tiles."""
+    """Return the parameters with each tiled one replaced by its tiles."""
     found: list[ParamInfo] = []
     for p in params:
         found += [tile_info(p, tile) for tile in tiles_of(p.name, p.shape, counts.get(p.name, 0))]
@@ -74,14 +76,14 @@ def with_tiles(params: Iterable[ParamInfo], counts: Mapping[str, int]) -> list[P
 
 
 def tile_info(param: ParamInfo, tile: Tile) -> ParamInfo:
-    """Return a tile of a parameter as a parameter of its own, alone in its unit."""
+    """Return a tile as a parameter of its own, alone in its unit."""
     shape = (tile.num_rows, *param.shape[1:])
     return replace(param, name=tile.part_name, shape=shape, unit=tile.unit, tile=tile)
 
 
 # -- by name ------------------------------------------------------------------------------------
 def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
-    """Return how many tiles the plan asks for, by parameter."""
+    """Return the number of tiles that the plan asks for, by parameter."""
     for pattern in patterns:
         covered = [p for p in params if covers(pattern, p.name)]
         if not covered:
@@ -115,7 +117,7 @@ def _check(param: ParamInfo, count: int, shard_size: int) -> None:
     way_out = "it cannot be tiled on so many ranks; leave it out of the patterns"
     if possible:
         best = min(possible, key=lambda k: (abs(k - count), k))
-        way_out = f"the nearest number that does is {best}"
+        way_out = f"the nearest valid number is {best}"
     raise PlanError(
         f"Plan.tiling cuts {param.name} {list(param.shape)} into {count} tiles, but a tile must "
         f"have whole rows and a multiple of {step} elements ({shard_size} ranks, each aligned to "
@@ -143,16 +145,17 @@ def _possible(param: ParamInfo, shard_size: int) -> Iterator[int]:
 
 # -- by budget ----------------------------------------------------------------------------------
 def tile_budget(params: Iterable[ParamInfo], plan: Plan, shard_size: int) -> int:
-    """Return the bytes that tiling="auto" lets one tile take, gathered and as a gradient."""
+    """Return the bytes that one tile may use under tiling="auto", gathered and as a gradient."""
     assert plan.memory_budget is not None
     standing = sum(_standing_bytes(p, plan) for p in params) / shard_size
     return max(0, int((plan.memory_budget - standing) * AUTO_SHARE))
 
 
 def _standing_bytes(param: ParamInfo, plan: Plan) -> float:
-    """Return the bytes of a parameter, its gradient and its states that devices hold between uses.
+    """Return the device bytes of a parameter, its gradient and its states between uses.
 
-    What lives off the device leaves a copy to gather from there, unless parameters are away too.
+    State that is kept off the device leaves a device copy to gather from, unless parameters are off
+    the device too.
     """
     copy = 0 if _is_away(param, plan) else param.compute_dtype.itemsize
     stays, each = 1.0, float(param.dtype.itemsize)
@@ -166,15 +169,16 @@ def _standing_bytes(param: ParamInfo, plan: Plan) -> float:
 
 
 def working_bytes(param: ParamInfo) -> int:
-    """Return the bytes of a parameter while it is gathered, with its gradient where it has one."""
+    """Return the bytes of a gathered parameter, including its gradient if it has one."""
     return math.prod(param.shape) * param.compute_dtype.itemsize * (1 + param.requires_grad)
 
 
 def _chosen(params: Sequence[ParamInfo], plan: Plan, shard_size: int) -> dict[str, int]:
-    """Return, for each layer's weight above the share, the fewest tiles that are within it.
+    """Return, for each layer weight above the share, the fewest tiles that fit into the share.
 
-    Where none are, as many as there can be, up to `MOST`: a budget that what stands exceeds is met
-    by no number of tiles. Weights that layers share stay whole.
+    If no number fits, the result is the largest possible one, up to `MOST`: no number of tiles
+    meets a budget that the resident tensors exceed already. Weights that several layers share stay
+    whole.
     """
     limit = tile_budget(params, plan, shard_size)
     found = {}
@@ -190,7 +194,7 @@ def _chosen(params: Sequence[ParamInfo], plan: Plan, shard_size: int) -> dict[st
 
 
 def describe(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> str:
-    """Say in one line what was tiled, and by which rule."""
+    """Describe in one line what was tiled, and by which rule."""
     params = list(params)
     tiled = {p.tile.name: p for p in params if p.tile is not None}
     shard_size, _ = plan.axis_sizes(world_size)

@@ -1,4 +1,4 @@
-"""update-in-backward: run the optimizer over each bucket as soon as its gradient is there."""
+"""update-in-backward: run the optimizer on each bucket as soon as its gradient is stored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from zerofx.passes.base import Fact, Pass, Report
 
 @dataclass(frozen=True)
 class UpdateInBackward(Pass):
-    """Place each bucket's optimizer update in backward, which frees its gradient at once.
+    """Place each bucket's optimizer update in backward, so that its gradient is freed immediately.
 
-    It comes after the stored gradient and behind the region of the last read of the shard, whose
-    values it overwrites: at stage 0, and in a world of one, layers compute on the shard itself.
-    What it leaves of a shard on NVMe goes into the copies that stay, so that reads of those count.
+    The update runs after the gradient is stored and after the region with the last read of the
+    shard, whose values it overwrites: at stage 0, and in a world of one, layers compute on the
+    shard itself. For a shard on NVMe, the update writes the new values into the resident copies, so
+    readers of those copies count as well.
     """
 
     name: ClassVar[str] = "update-in-backward"
@@ -59,7 +60,7 @@ def _place(graph: fx.Graph, stored: fx.Node, shard: fx.Node, is_followed: bool) 
 
 
 def _return_no_gradients(program: Planned) -> None:
-    """Take the gradient shards out of backward's results: they are gone by then."""
+    """Remove the gradient shards from backward's results: they are freed before it ends."""
     left = [
         (spec, node)
         for spec, node in zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True)
@@ -70,9 +71,9 @@ def _return_no_gradients(program: Planned) -> None:
 
 
 def _readers(shard: fx.Node, is_followed: bool) -> list[fx.Node]:
-    """Return what reads the shard; a gather or a reload does so until its wait.
+    """Return the nodes that read the shard; a gather or reload reads it until its wait.
 
-    is_followed: what reads a copy of it that stays counts too.
+    is_followed: include the readers of a resident copy of the shard.
     """
     found = list(users_after_views(shard))
     if is_followed:

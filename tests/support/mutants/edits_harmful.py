@@ -38,7 +38,7 @@ def slot_taken_twice(directory: Path) -> None:
     edited(directory, r"(rt.release\(full_3, slot=)\d", r"\g<1>1")
 
 
-@harmful(r"gives back slot 0, but gathered bucket 2 \(blocks.0\) lies in slot 1")
+@harmful(r"gives back slot 0, but gathered bucket 2 \(blocks.0\) is in slot 1")
 def another_slot_given_back(directory: Path) -> None:
     edited(directory, r"(rt.release\(full_2, slot=)\d", r"\g<1>0")
 
@@ -114,7 +114,7 @@ def unknown_call(directory: Path) -> None:
     edited(directory, r"rt.all_gather\(shards\[2\]", "rt.gather(shards[2]")
 
 
-@harmful(r"DataDependentOutput\w*: .*; a schedule is a straight line of calls")
+@harmful(r"DataDependentOutput\w*: .*; a schedule is a straight-line sequence of calls")
 def decided_by_a_value(directory: Path) -> None:
     edited(directory, r"^    x = inputs\[0\]", "    x = inputs[0]; y = 0 if int(x.sum()) else 1")
 

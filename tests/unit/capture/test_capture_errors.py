@@ -284,7 +284,7 @@ def test_argument_that_is_refused(args: tuple[Any, ...], message: str) -> None:
 def test_absent_device_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
-    with pytest.raises(CaptureError, match="device cuda is not there; to plan for GPUs"):
+    with pytest.raises(CaptureError, match="device cuda is not available; to plan for GPUs"):
         zerofx.capture(model, (torch.randn(1, 2),), device="cuda")
 
 

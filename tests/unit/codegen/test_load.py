@@ -254,7 +254,7 @@ def test_versions_and_edited_plans_are_noted(
     with caplog.at_level(logging.WARNING, "zerofx"):
         zerofx.load_program(directory)
     assert "was emitted with torch 1.0.0" in caplog.text
-    assert "plan.yaml was edited, but the schedule is not made again" in caplog.text
+    assert "plan.yaml was edited, but the schedule is not regenerated" in caplog.text
 
 
 def test_an_edit_within_the_same_second_is_seen(tmp_path: Path) -> None:

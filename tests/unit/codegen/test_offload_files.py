@@ -71,7 +71,7 @@ def test_an_early_move_is_refused(tmp_path: Path, move: tuple[str, str], message
 
 
 EDITS = [
-    ("def forward", r"all_gather\(shard_2,", "all_gather(shards[2],", "it lives off the device"),
+    ("def forward", r"all_gather\(shard_2,", "all_gather(shards[2],", "it is kept off the device"),
     ("def forward", r"all_gather\(shard_2,", "all_gather(shard_3,", "reads|sends|shard_3"),
     ("def forward", r"all_gather\(shard_2,", "all_gather(reload_2,", "not waited for"),
     ("def forward", r"reload_shard\(shards\[2\]", "reload_shard(shards[3]", "not its shard"),

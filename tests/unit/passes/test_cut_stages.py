@@ -127,7 +127,7 @@ def capture_of(model: nn.Module, x: Tensor, size: int, cuts: Sequence[str] | str
 
 def test_what_cannot_be_cut_is_named() -> None:
     ids = torch.randint(8, (2, 3))
-    with pytest.raises(PlanError, match=r"reads embed.weight, which lies in pipeline stage 0"):
+    with pytest.raises(PlanError, match=r"reads embed.weight, which is in pipeline stage 0"):
         capture_of(Skipping(), ids, 2)
     with pytest.raises(CaptureError, match="BatchNorm"):
         capture_of(Normed(), torch.randn(4, 4), 2)

@@ -47,7 +47,9 @@ def test_plenty_keeps_all_in_the_order_of_need() -> None:
 
 def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
     tight = strict_peak("chain", FINE)
-    with pytest.raises(PlanError, match=rf"needs .* \({tight} bytes\) a rank at stage 3 and world"):
+    with pytest.raises(
+        PlanError, match=rf"needs .* \({tight} bytes\) per rank at stage 3 and world"
+    ):
         run(before("chain", FINE, NAME), KeepGathered(budget_bytes=tight - 1))
 
 

@@ -95,9 +95,7 @@ def waited_for_twice() -> Planned:
     return p
 
 
-@broken(
-    r"reads offloaded \w+ after \w+ has given its memory back; move the offload behind the last"
-)
+@broken(r"reads offloaded \w+ after \w+ has freed its memory; move the offload after the last")
 def read_after_it_left() -> Planned:
     p = compiled()
     launch, reader = shared(p)
@@ -178,7 +176,7 @@ def view_offloaded() -> Planned:
     return p
 
 
-@broken(r"output loss is \w+, which lies on the host|output .* is \w+, which lies on the host")
+@broken(r"output loss is \w+, which is on the host|output .* is \w+, which is on the host")
 def host_value_returned() -> Planned:
     p = compiled()
     _, wait = away(p)

@@ -107,7 +107,7 @@ def view_at_a_wrong_offset() -> Planned:
     return p
 
 
-@broken(r"gives back slot 2, but gathered bucket 2 \(blocks.0\) lies in slot 1")
+@broken(r"gives back slot 2, but gathered bucket 2 \(blocks.0\) is in slot 1")
 def release_of_another_slot() -> Planned:
     p = program()
     set_argument(find(p, ops.release, 2, FORWARD), 1, 2)
@@ -151,7 +151,7 @@ def two_in_flight_in_one_slot() -> Planned:
     return p
 
 
-@broken(r"uses .*bucket 2 .*in slot \d behind all_gather\w*, which puts another buffer there")
+@broken(r"uses .*bucket 2 .*in slot \d after all_gather\w*, which puts another buffer there")
 def slot_taken_while_it_is_read() -> Planned:
     p = program(prefetch=0)
     release, launch = find(p, ops.release, 2, FORWARD), find(p, ops.all_gather, 3, FORWARD)
@@ -176,7 +176,7 @@ def slot_too_small() -> Planned:
     return p
 
 
-@broken(r"pack\w* uses packed bucket 3 .*in slot \d behind grad_buffer\w*")
+@broken(r"pack\w* uses packed bucket 3 .*in slot \d after grad_buffer\w*")
 def gradient_slot_taken_before_its_reduction() -> Planned:
     p = program()
     slot = find(p, ops.grad_buffer, 3).args[4]

@@ -24,7 +24,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 broken = Breaks()
 
 
-@broken(r"reduces bucket 2 before the gradient of blocks.0.\S+ is packed; move it behind the last")
+@broken(r"reduces bucket 2 before the gradient of blocks.0.\S+ is packed; move it after the last")
 def reduced_too_early() -> Planned:
     p = program()
     launch = find(p, ops.reduce_scatter, 2)

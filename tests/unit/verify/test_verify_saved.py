@@ -44,7 +44,7 @@ def saved_view_of_a_released_bucket() -> Planned:
     return p
 
 
-@broken(r"saves gathered bucket 2 \(blocks.0\) for backward, but it lies in slot 1")
+@broken(r"saves gathered bucket 2 \(blocks.0\) for backward, but it is in slot 1")
 def saved_slot() -> Planned:
     p = program()
     release = find(p, ops.release, 2, FORWARD)
@@ -97,7 +97,7 @@ def saved_value_that_backward_does_not_take() -> Planned:
     return p
 
 
-@broken(r"region \d+ is interrupted before \w+: communication may stand between regions only")
+@broken(r"region \d+ is interrupted before \w+: communication is allowed only between regions")
 def communication_inside_a_region() -> Planned:
     p = program()
     _, wait, _release = gathered(p)

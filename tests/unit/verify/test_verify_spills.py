@@ -85,7 +85,7 @@ def written_before_it_has_arrived() -> Planned:
     return p
 
 
-@broken(r"saves \w+, which \w+ takes on to NVMe; save what its wait returns|has given its place")
+@broken(r"saves \w+, which \w+ takes on to NVMe; save what its wait returns|has freed its memory")
 def the_hosts_place_is_saved() -> Planned:
     p = compiled()
     write, stored = way(p, ops.write_out)
@@ -95,7 +95,7 @@ def the_hosts_place_is_saved() -> Planned:
     return p
 
 
-@broken(r"is written twice: by \w+ and \w+|has given its place back")
+@broken(r"is written twice: by \w+ and \w+|has freed its memory")
 def written_twice() -> Planned:
     p = compiled()
     write, wait = way(p, ops.write_out)
@@ -126,7 +126,7 @@ def read_of_what_was_never_written() -> Planned:
     return p
 
 
-@broken(r"moves \w+, which \w+ has moved already|has given its place back")
+@broken(r"moves \w+, which \w+ has moved already|has freed its memory")
 def reloaded_while_it_is_written() -> Planned:
     p = compiled()
     write, _ = way(p, ops.write_out)
@@ -140,7 +140,7 @@ def reloaded_while_it_is_written() -> Planned:
     return p
 
 
-@broken(r"output .*is \w+, which lies on NVMe")
+@broken(r"output .*is \w+, which is on NVMe")
 def stored_value_returned() -> Planned:
     p = compiled()
     _, stored = way(p, ops.write_out)

@@ -1,1 +1,1 @@
-"""What a rank holds, from the start of forward to the optimizer's step."""
+"""The memory of a rank, from the start of forward to the optimizer's step."""

@@ -1,7 +1,7 @@
-"""Places of host memory over a step: what is lent in which order, and so how many bytes they take.
+"""Places of host memory over a step: the order in which they are borrowed, and their total size.
 
-Places are kept for the next who asks, so that what they take is found by lending them as the
-runtime does, step after step, until nothing is added.
+A place is kept for the next borrower. Their size is therefore found by borrowing as the runtime
+does, step after step, until no place is added.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from zerofx.policy import staging
 from zerofx.policy.borrowing import FreeBuffers
 from zerofx.policy.staging import Move
 
-ROUNDS = 4  # steps after which places that still grow are taken as they are
+ROUNDS = 4  # at most so many steps, even if the places still grow
 STAGING = "update staging"
 
-Event = tuple[int, Any]  # (bytes taken, or 0 where it is given back; what it is)
+Event = tuple[int, Any]  # (bytes borrowed, or 0 for a return; the identity of the value)
 
 
 @dataclass(frozen=True)
 class Passing:
-    """A bucket on NVMe, or the tiles of one parameter there, on its way through its update.
+    """A bucket on NVMe, or the tiles of one parameter there, during its update.
 
-    sizes: bytes of its parameters and of each state. casts: of copies in other formats, which are
-        lent while those that stay on the device follow the update, one after the other.
+    sizes: bytes of its parameters and of each state. casts: bytes of copies in other formats, which
+        are borrowed one after the other while the device copies follow the update.
     """
 
     block: tuple[Bucket, ...]
@@ -47,9 +47,9 @@ class Passing:
 
 
 def passing(program: Planned, optimizer_bytes: int) -> list[Passing]:
-    """Return what passes through host memory for its update, in the order of `step()`.
+    """Return the buckets that pass through host memory for their update, in the order of `step()`.
 
-    optimizer_bytes: of an element's states, each in the format of the parameter.
+    optimizer_bytes: bytes of the states per element, each state in the format of the parameter.
     """
     layout = program.layout
     if not program.is_training:
@@ -72,11 +72,11 @@ def passing(program: Planned, optimizer_bytes: int) -> list[Passing]:
 
 
 def update_staging(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
-    """Return what updates of buckets on NVMe hold on the host: the neighbours that take most.
+    """Return the host memory of updates on NVMe: that of the adjacent buckets that need most.
 
-    Behind backward, in `step()`, one is read, one updated and one written at a time. Inside
-    backward one is updated and the next is read; when is a matter of how fast the thread is that
-    does it, so that they are taken to be there from the first reduction on.
+    After backward, in `step()`, one bucket is read, one updated and one written at a time. Inside
+    backward one is updated and the next is read. The moment depends on the speed of the update
+    thread, so both are assumed to be held from the first reduction on.
     """
     moved = passing(program, optimizer_bytes)
     if not is_beside(program):
@@ -90,19 +90,19 @@ def update_staging(program: Planned, life: Lifetimes, optimizer_bytes: int) -> l
 
 
 def _largest(moved: Sequence[Passing], num: int) -> Sequence[Passing]:
-    """Return so many neighbours that take most together."""
+    """Return the `num` adjacent entries with the largest total size."""
     starts = range(max(len(moved) - num + 1, 1))
     together = (moved[at : at + num] for at in starts)
     return max(together, key=lambda some: sum(sum(p.sizes) for p in some))
 
 
 def is_beside(program: Planned) -> bool:
-    """Tell whether updates run inside backward."""
+    """Return whether updates run inside backward."""
     return program.plan.update == "in-backward"
 
 
 def _times(life: Lifetimes, test: Callable[[fx.Node], bool]) -> dict[int, int]:
-    """Return when each bucket's node that passes a test runs."""
+    """Return the time of each bucket's node that passes a test."""
     return {info(n).index: t for t, (_, n) in enumerate(life.nodes) if test(n)}
 
 
@@ -111,9 +111,9 @@ def _staged(p: Passing, birth: int, death: int) -> Storage:
     return Storage(Category.HOST, sum(p.sizes), STAGING, birth, death, where, is_lent=True)
 
 
-# -- lending ------------------------------------------------------------------------------------
+# -- borrowing ----------------------------------------------------------------------------------
 def place_bytes(program: Planned, lent: Sequence[Storage], optimizer_bytes: int) -> int:
-    """Return the bytes of the places that a step's values are lent, in the steady state."""
+    """Return the bytes of the places that a step's values borrow, in the steady state."""
     moved = {p.index: p for p in passing(program, optimizer_bytes)}
     beside = is_beside(program)
     inside = [s for s in lent if beside or s.name != STAGING]
@@ -128,7 +128,7 @@ def place_bytes(program: Planned, lent: Sequence[Storage], optimizer_bytes: int)
 
 
 def _lend(places: FreeBuffers[int], events: Iterable[Event]) -> int:
-    """Lend and take back; return the most bytes that places took."""
+    """Borrow and return places; return the most bytes that they occupied."""
     held: dict[Any, int] = {}
     most = total = places.size
     for nbytes, key in events:
@@ -145,7 +145,7 @@ def _lend(places: FreeBuffers[int], events: Iterable[Event]) -> int:
 
 
 def _of_graphs(lent: Sequence[Storage], moved: dict[int, Passing]) -> Iterator[Event]:
-    """Yield what forward and backward lend: at each time first what is new."""
+    """Yield the loans of forward and backward; at each time, new loans come first."""
     births: dict[int, list[Storage]] = defaultdict(list)
     deaths: dict[int, list[Storage]] = defaultdict(list)
     for s in lent:
@@ -164,7 +164,7 @@ def _of_graphs(lent: Sequence[Storage], moved: dict[int, Passing]) -> Iterator[E
 
 
 def _of_step(moved: Sequence[Passing]) -> Iterator[Event]:
-    """Yield what `step()` lends: each bucket's reads begin before the update of the one before."""
+    """Yield the loans of `step()`: a bucket's reads begin before the previous one's update."""
 
     for move, k in staging.step_order(len(moved)):
         if move is Move.READ:

@@ -1,8 +1,8 @@
-"""When each storage of a training step comes to life and dies, from forward through backward.
+"""Lifetimes: when each storage of a training step is allocated and freed.
 
-A storage lives from the node that makes it to the last node that reads it or a view of it: emitted
-code drops every variable at its last use, also inside regions, whose callers keep nothing of what
-they hand over.
+A storage lives from the node that creates it to the last node that reads it or a view of it.
+Emitted code drops every variable at its last use. This includes regions, whose callers keep no
+reference to the arguments that they pass.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from zerofx.compat.wrapper import Moment
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import BACKWARD, Planned
 
-# -- The peak inside a compiled region: which of its inputs, results and temporaries lie side by
-# side.
-# A region is one step of the walk, but not one moment: it frees inputs before it makes its last
-# results. Around the moment at which it holds most, an input that is already freed ends one time
-# earlier, and a result that is not there yet begins one time later.
+# -- The peak inside a compiled region: its inputs, results and temporaries that exist together ----
+# A region is one step of the walk, but not one moment: it frees inputs before it allocates its last
+# results. Relative to the moment of its peak, an input that is already freed ends one time
+# earlier, and a result that is not yet allocated begins one time later.
 
 
 _TARGETS = {
@@ -40,7 +39,7 @@ _TARGETS = {
 
 @dataclass
 class CompiledCall:
-    """One call of a compiled region at `time`; given: the storages that each input lies in."""
+    """One call of a compiled region at `time`; given: the storages of each input."""
 
     region: CompiledRegion
     time: int
@@ -48,7 +47,7 @@ class CompiledCall:
     made: dict[int, Storage] = field(default_factory=dict)  # allocation -> a result's storage
 
     def result(self, made: int, name: str) -> Storage:
-        """Return the storage of a result that lies in allocation `made`."""
+        """Return the storage of a result that is in allocation `made`."""
         if made not in self.made:
             size, where = self.region.trace.size_bytes[made], info(self.region.nodes[0])
             kind = Category.TEMPORARIES
@@ -56,7 +55,7 @@ class CompiledCall:
         return self.made[made]
 
     def settle(self) -> Storage:
-        """Move the ends of inputs and results around the peak; return what else lies there."""
+        """Move the ends of inputs and results around the peak; return the memory besides these."""
         freed = self._freed()
         trace = self.region.trace
         peak = max(
@@ -77,17 +76,17 @@ class CompiledCall:
         return Storage(Category.TEMPORARIES, inside, name, self.time, self.time, where)
 
     def _inside_bytes(self, moment: Moment) -> int:
-        """Return what the operator that runs at a moment allocates inside."""
+        """Return the bytes that the operator running at a moment allocates internally."""
         if moment.inside is None:
             return 0
         alike = [n for n in self.region.nodes if n.target is _TARGETS[moment.inside.kind]]
-        if len(alike) <= moment.inside.number:  # the compiler has made others of them
+        if len(alike) <= moment.inside.number:  # the compiler has replaced them by others
             return 0
         is_channels_last = moment.inside in self.region.trace.channels_last
         return convolution_bytes(alike[moment.inside.number], is_channels_last)
 
     def _freed(self) -> dict[Storage, set[int]]:
-        """Return the storages that nothing needs behind this call, with the inputs in each."""
+        """Return the storages that are unused after this call, with the inputs in each."""
         found: dict[Storage, set[int]] = {}
         for position, storages in enumerate(self.given):
             for storage in storages:
@@ -100,7 +99,7 @@ def _held(freed: dict[Storage, set[int]], moment: Moment) -> int:
     return sum(s.nbytes for s, positions in freed.items() if positions & moment.inputs)
 
 
-# -- When each storage of a training step comes to life and dies, from forward through backward ----
+# -- When each storage of a training step is allocated and freed, from forward through backward ----
 
 
 def lifetimes(
@@ -109,11 +108,12 @@ def lifetimes(
     keeps_results: bool = True,
     packs_apart: bool = False,
 ) -> Lifetimes:
-    """Return the live range of every storage that the program's graphs make or are given.
+    """Return the live range of every storage that the program's graphs create or receive.
 
-    Regions are taken to run op by op, as ATen, but for those in `compiled`. The user holds the loss
-    to the end, and the other results too if `keeps_results`. Gradients that are else packed into
-    p.grad's own memory are not if `packs_apart`: there others stand, to which they are added.
+    Regions are assumed to run op by op in ATen, except those in `compiled`. The user holds the loss
+    to the end of the step, and the other results too if `keeps_results`. If `packs_apart`,
+    gradients are packed into separate memory instead of p.grad's own, which holds earlier gradients
+    that they are added to.
     """
     walk = _Walk(program, compiled or {}, keeps_results, packs_apart)
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
@@ -123,7 +123,7 @@ def lifetimes(
 
 
 class _Walk:
-    """Runs through the graphs once, holding which storages each node's value lies in."""
+    """The walk through the graphs, with the storages of each node's value."""
 
     def __init__(
         self, program: Planned, compiled: Compiled, keeps_results: bool, packs_apart: bool
@@ -161,12 +161,12 @@ class _Walk:
             storage.death = len(self.nodes) - 1
 
     def settle(self) -> None:
-        """Place the inside of compiled regions, now that it is known which inputs they free."""
+        """Place the internal memory of compiled regions, once the inputs they free are known."""
         for call in self.calls:
             self.places.storages.append(call.settle())
 
     def _run_compiled(self, region: CompiledRegion, time: int) -> None:
-        """Take a region as one step, and note what it makes."""
+        """Treat a region as one step, and record the storages it creates."""
         call = CompiledCall(region, time, [self.places.held[n] for n in region.inputs])
         for node, output in zip(region.outputs, region.trace.outputs, strict=True):
             if output.made < 0:
@@ -179,11 +179,11 @@ class _Walk:
         self.calls.append(call)
 
     def _briefly(self, nbytes: int, name: str, node: fx.Node, time: int) -> None:
-        """Note what is held at one time only."""
+        """Record memory that is held at one time only."""
         kind = Category.TEMPORARIES
         self.places.storages.append(Storage(kind, nbytes, name, time, time, info(node)))
 
-    # -- what leaves the graph ------------------------------------------------------------------
+    # -- results of the graph -------------------------------------------------------------------
     def _leave(self, time: int) -> None:
         specs = self.program.outputs[self.places.graph]
         for spec, node in zip(specs, self.program.results(self.places.graph), strict=True):
@@ -196,7 +196,7 @@ class _Walk:
                 self._hand_out(storage, spec)
 
     def _hand_out(self, storage: Storage, spec: OutputInfo) -> None:
-        """Settle what a result's storage is for; what the user gets is held to the end."""
+        """Set the category of a result's storage; results for the user are held to the end."""
         is_new = storage.category is Category.TEMPORARIES
         if is_new and spec.role in _LEAVES:
             storage.category = _LEAVES[spec.role]

@@ -1,8 +1,8 @@
-"""How many bytes a rank holds, from the start of forward to the optimizer's step.
+"""The memory of a rank in bytes, from the start of forward to the optimizer's step.
 
-What is counted is one rank's tensors in the steady state of an ordinary loop: the batch is held by
-the user until the step ends, and gradients were dropped before it (zero_grad). With several
-backwards a step it is one of its micro-batches.
+It counts one rank's tensors in the steady state of an ordinary loop: the user holds the batch until
+the step ends, and gradients were dropped before it (zero_grad). With several backwards per step, it
+describes one of the step's micro-batches.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from zerofx.analysis.memory.standing import is_slot, slot_name, standing
 from zerofx.analysis.memory.storage import Category, Compiled, Lifetimes, Storage
 from zerofx.ir.program import Planned
 
-# What regions are counted as: run op by op, or as Inductor compiles them.
+# How regions are counted: run op by op, or as compiled by Inductor.
 ATEN, COMPILED = BASES = ("aten", "compiled")
-ADAMW_STATE_BYTES = 8  # an element's two moments in fp32
+ADAMW_STATE_BYTES = 8  # two fp32 moments per element
 
 
 @dataclass(frozen=True)
 class Held:
-    """Something that occupies memory at a time."""
+    """A holder of memory at one time."""
 
     category: Category
     name: str
@@ -38,13 +38,14 @@ class Held:
 class Memory:
     """One rank's memory over a step.
 
-    storages: what the graphs' values lie in, but for those in slots, and what stands beside them.
-    in_slots: what lies in slots, whose own bytes are among `storages`.
+    storages: the storages of the graphs' values except those in slots, and the memory outside of
+        graphs.
+    in_slots: the storages in slots; the slots' own bytes are among `storages`.
     curve: total bytes at each of `life`'s times.
-    on_host: what waits in host memory, which is counted apart from all of the above.
-    place_bytes: of the places of the host that its lent values lie in, one after the other.
-    on_nvme: what lies in files.
-    micro: which micro-batch of the step it is: the one in which most is held.
+    on_host: storages in host memory, which are counted separately from all of the above.
+    place_bytes: the bytes of the host places that borrowed values occupy in turn.
+    on_nvme: storages in files.
+    micro: the micro-batch of the step, chosen for its peak.
     """
 
     life: Lifetimes
@@ -58,12 +59,12 @@ class Memory:
 
     @property
     def nvme_bytes(self) -> int:
-        """The bytes that lie in files, but for their headers."""
+        """The bytes in files, without their headers."""
         return max(_curve(self.on_nvme, len(self.life.nodes)), default=0)
 
     @property
     def host_bytes(self) -> int:
-        """The most bytes of the host: what lives there, and places, which stay between steps."""
+        """The peak of host memory: values kept there, and places, which persist between steps."""
         live = tuple(s for s in self.on_host if not s.is_lent)
         return max(_curve(live, len(self.life.nodes)), default=0) + self.place_bytes
 
@@ -76,7 +77,7 @@ class Memory:
         return self.curve.index(self.peak_bytes) if self.curve else 0
 
     def held_at(self, time: int) -> list[Held]:
-        """Return everything held at a time, largest first; slots with what lies in them."""
+        """Return all holders of memory at a time, largest first; slots include their content."""
         live = _at(self.in_slots, time)
         inside = {slot_name(s.slot): f"{s.category.value} {s.name}" for s in live}
         found = []
@@ -87,14 +88,14 @@ class Memory:
         return sorted(found, key=lambda h: (-h.nbytes, h.name, h.module))
 
     def by_category(self, time: int) -> dict[Category, int]:
-        """Return the bytes of each category at a time; every category is there."""
+        """Return the bytes of each category at a time; every category is included."""
         found = dict.fromkeys(Category, 0)
         for storage in _at((*self.storages, *self.on_host, *self.on_nvme), time):
             found[storage.category] += storage.nbytes
         return found
 
     def lasting(self) -> dict[Category, int]:
-        """Return the bytes of each category that are held at all times, so also between steps."""
+        """Return the bytes of each category that are held at all times, including between steps."""
         found = dict.fromkeys(Category, 0)
         for s in self.storages:
             if s.birth == 0 and s.death == self.life.end:
@@ -108,7 +109,7 @@ def _at(storages: tuple[Storage, ...], time: int) -> list[Storage]:
 
 
 def runs_compiled(program: Planned) -> bool:
-    """Tell whether a program's plan has Inductor compile its regions."""
+    """Return whether a program's plan compiles its regions with Inductor."""
     return program.plan.kernels == "inductor" and not program.plan.debug
 
 
@@ -120,13 +121,13 @@ def memory(
     accumulation: int | None = None,
     no_sync: bool | None = None,
 ) -> Memory:
-    """Walk the program's storages through one step, or the micro-batch that holds most of it.
+    """Compute the memory of one step, or of its micro-batch with the highest peak.
 
-    optimizer_bytes: bytes of optimizer state for each element of a trainable parameter.
-    compiled: what the regions that Inductor compiled allocate; others are taken op by op.
-    keeps_results: the user holds all results to the end of the step; else the loss only.
-    accumulation, no_sync: backwards a step, and whether all but the last run under no_sync; None
-        is what the program was compiled for.
+    optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
+    compiled: the allocations of regions that Inductor compiled; other regions are counted op by op.
+    keeps_results: the user holds all results to the end of the step; otherwise only the loss.
+    accumulation, no_sync: backwards per step, and whether all but the last run under no_sync; None
+        uses the values for which the program was compiled.
 
     Raises:
         PlanError: see `micros`.
@@ -148,7 +149,7 @@ def _of(
     keeps_results: bool,
     micro: Micro,
 ) -> Memory:
-    """Walk through one micro-batch of a step."""
+    """Compute the memory of one micro-batch of a step."""
     life = lifetimes(program, compiled, keeps_results, micro.packs_apart)
     beside = standing(program, life, optimizer_bytes, micro)
     placed = [s for s in (*life.storages, *beside) if s.slot < 0]

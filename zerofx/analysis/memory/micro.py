@@ -1,4 +1,4 @@
-"""Micro-batches of a step: what gradients of earlier ones stand while one of them runs."""
+"""Micro-batches of a step: the gradients of earlier ones that exist while one of them runs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from zerofx.policy import reduction
 
 
 class Before(str, Enum):
-    """What stands of the gradients of earlier micro-batches when one begins.
+    """The gradients of earlier micro-batches that exist when one begins.
 
-    REDUCED is what p.grad shows, to which the backward adds. SUMS are whole gradients, which
-    no_sync has summed on this rank and no rank has reduced.
+    REDUCED: the content of p.grad, to which the backward adds. SUMS: whole gradients, which no_sync
+    has summed on this rank and which are not reduced yet.
     """
 
     NOTHING = "nothing"
@@ -25,14 +25,14 @@ class Before(str, Enum):
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch of a step. reduces: its backward does, else it runs under no_sync."""
+    """One micro-batch of a step. reduces: its backward reduces; otherwise it runs under no_sync."""
 
     before: Before = Before.NOTHING
     reduces: bool = True
 
     @property
     def packs_apart(self) -> bool:
-        """Whether gradients are packed beside p.grad where else they would be packed into it."""
+        """Whether gradients that could be packed into p.grad are packed into separate memory."""
         return self.before is not Before.NOTHING or not self.reduces
 
     def __str__(self) -> str:
@@ -43,14 +43,14 @@ class Micro:
 
 
 def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tuple[Micro, ...]:
-    """Return the micro-batches of a step in which it may hold most.
+    """Return the micro-batches of a step that may have the highest peak.
 
-    accumulation: backwards a step. no_sync: all but the last of them run under it, which puts the
-        reduction off at stage 1. (At stage 0 the sum lies in p.grad; at stages 2 and 3, and with
-        an offloaded optimizer, whole gradients are never held, and every backward reduces.)
+    accumulation: backwards per step. no_sync: all but the last of them run under it, which
+        postpones the reduction at stage 1. (At stage 0 the sum is in p.grad. At stages 2 and 3, and
+        with an offloaded optimizer, whole gradients are never held, and every backward reduces.)
 
     Raises:
-        PlanError: fewer than one backward; or several, but each updates the parameters.
+        PlanError: fewer than one backward; or several, although each updates the parameters.
     """
     if accumulation < 1:
         raise PlanError(f"accumulation is {accumulation}; a step has at least 1 backward")
@@ -64,7 +64,7 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
     layout = program.layout
     if not (no_sync and reduction.is_put_off(layout, program.plan.stage)):
         return (Micro(Before.REDUCED),)
-    if not reduction.sums_lie_apart(layout):  # then they take what reduced gradients take
+    if not reduction.sums_lie_apart(layout):  # then sums occupy the memory of reduced gradients
         return (Micro(Before.REDUCED),)
     first = Micro(Before.SUMS if accumulation > 2 else Before.NOTHING, reduces=False)
     return first, Micro(Before.SUMS)

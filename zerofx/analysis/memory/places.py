@@ -1,4 +1,4 @@
-"""What the value of a node lies in: memory of its own, a slot, or that of an argument."""
+"""The storages of a node's value: memory of its own, a slot, or the memory of an argument."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from zerofx.policy.shard_copies import SentAs
 
 
 class Places:
-    """The storages of a program's values, as a walk through its graphs finds them.
+    """The storages of a program's values, collected by a walk through its graphs.
 
-    held: node of the graph that is walked -> what its value lies in; start: the time of the first.
+    held: node of the present graph -> the storages of its value; start: the time of its first node.
     """
 
     graph: str
@@ -44,7 +44,7 @@ class Places:
         self.forever: list[Storage] = []
 
     def hold(self, node: fx.Node, time: int) -> tuple[Storage, ...]:
-        """Return what the value of the node that runs at `time` lies in."""
+        """Return the storages of the value of the node that runs at `time`."""
         if node.op == "placeholder":
             return self._placeholder(node)
         if node.op == "get_attr":
@@ -70,7 +70,7 @@ class Places:
         self, node: fx.Node, category: Category, val: Any, time: int,
         slot: int = -1, forever: bool = False, name: str = "",
     ) -> tuple[Storage, ...]:  # fmt: skip
-        """Return memory of the value's own; of a slot's bytes if it lies in one."""
+        """Return memory of the value's own, with the slot's size if it is in a slot."""
         if not isinstance(val, torch.Tensor):
             return ()
         where = info(node)
@@ -103,27 +103,27 @@ class Places:
         return self.given[key]
 
     def is_cast_on_way(self, node: fx.Node) -> bool:
-        """Say whether a refresh makes a cast of a shard on the host, for the way to the device."""
+        """Return whether a refresh casts a host shard into temporary memory before the copy."""
         is_away = self.home(node) is not Tier.DEVICE
         if not is_away or not shard_copies.refresh_moves(self.graph == FORWARD):
             return False
         return sent_as(self.program, self.bucket(node)) is SentAs.CAST
 
     def reduces_apart(self, node: fx.Node) -> bool:
-        """Tell whether a bucket is reduced where it was packed, to be added to p.grad then."""
+        """Return whether a bucket is reduced where it was packed, and then added to p.grad."""
         end = reduction.end_of(self.program.layout, self.bucket(node), self.packs_apart)
         return end is End.PACKED
 
     def bucket(self, node: fx.Node) -> Bucket:
-        """Return the bucket that a node is about."""
+        """Return the bucket of a node."""
         return self.program.layout.buckets[info(node).index]
 
     def home(self, node: fx.Node) -> Tier:
-        """Return the tier where that bucket lives."""
+        """Return the tier of that bucket."""
         return self.bucket(node).home
 
     def category(self, node: fx.Node) -> Category:
-        """Return what fresh memory is for."""
+        """Return the category of newly allocated memory."""
         if any(kind_of(user) is Kind.PACK for user in node.users):
             return Category.GRADIENTS
         return Category.TEMPORARIES

@@ -1,6 +1,6 @@
-"""What sums over ranks borrow: buffers to receive into, kept for later ones, freed at the end.
+"""Borrowed buffers of collectives: receive buffers, reused by later ones, freed at the end.
 
-The rules are the runtime's own (`runtime/policy`): this walk borrows stand-ins that have only a
+The rules are those of the runtime (`runtime/policy`): this walk borrows stand-ins that have only a
 size, in the order in which the runtime borrows buffers.
 """
 
@@ -27,7 +27,7 @@ from zerofx.policy.reduction import End, Leg
 
 @dataclass(eq=False)
 class _Buffer:
-    """A stand-in for a buffer: how large it is, and from when to when it is held."""
+    """A stand-in for a buffer: its size, and its first and last time."""
 
     nbytes: int
     birth: int
@@ -36,7 +36,7 @@ class _Buffer:
 
 
 class _Pool:
-    """Buffers of one kind, borrowed as the runtime borrows them.
+    """Buffers of one kind, borrowed as in the runtime.
 
     name: of its storages. end: the last time of a micro-batch.
     """
@@ -48,7 +48,7 @@ class _Pool:
         self.made: list[_Buffer] = []
 
     def borrow(self, sizes: Iterable[int], launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
-        """Borrow buffers of so many elements for a reduction, in its format."""
+        """Borrow buffers with these numbers of elements for a reduction, in its format."""
         self._time, self._unit = time, info(launch).unit
         return [self._scratch.borrow(numel, value(launch).dtype) for numel in sizes]
 
@@ -56,7 +56,7 @@ class _Pool:
         self._scratch.give_back(loans)
 
     def rest(self) -> None:
-        """End a step: large buffers are freed, small ones are there when the next one begins."""
+        """End a step: large buffers are freed, small ones persist into the next step."""
         self._time = 0
         self._scratch.rest(lambda nbytes: resting.frees(self._layout, nbytes))
         self.made = [b for b in self.made if b.death == self._end]
@@ -73,20 +73,20 @@ class _Pool:
 
 
 def lent_buffers(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
-    """Return what reductions and sums of values borrow in a micro-batch of the steady state.
+    """Return the buffers that reductions and sums of values borrow in a steady-state micro-batch.
 
-    Each arrives in buffers of gloo's axes (NCCL receives into buffers of its own, which are not
-    counted). Where it cannot end in p.grad itself, to which it is added or which has another
-    format, it ends in a slice of its own.
+    Each one receives into buffers of gloo's axes (NCCL receives into buffers of its own, which are
+    not counted). If a reduction cannot end in p.grad, because it is added to p.grad or has another
+    format, it ends in a separate slice.
     """
     walk = _Walk(program, life)
-    for step in (replace(micro, reduces=True), micro):  # the first leaves what the second finds
+    for step in (replace(micro, reduces=True), micro):  # the first leaves buffers for the second
         walk.run(step)
     return walk.storages()
 
 
 class _Walk:
-    """Runs through backwards, borrowing as the runtime borrows."""
+    """The walk through backwards, which borrows as the runtime does."""
 
     def __init__(self, program: Planned, life: Lifetimes) -> None:
         self.program, self.life, self.layout = program, life, program.layout
@@ -111,11 +111,11 @@ class _Walk:
         ]
 
     def run(self, micro: Micro) -> None:
-        """Go through one backward; what is small is there from the one before."""
+        """Walk through one backward; small buffers remain from the previous one."""
         for pool in self.pools:
             pool.rest()
         loans: dict[fx.Node, list[Loan[_Buffer]]] = {}
-        ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice its reduction ends in
+        ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice that its reduction ends in
         is_set = micro.before is Before.REDUCED
         is_gloo = self.hardware.backend == "gloo"
         for time, (_, node) in enumerate(self.life.nodes):
@@ -140,7 +140,7 @@ class _Walk:
     def _is_of_values(
         self, node: fx.Node, loans: dict[fx.Node, list[Loan[_Buffer]]], time: int
     ) -> bool:
-        """Borrow for a collective of values or give back, if the node launches or ends one."""
+        """Borrow or return buffers if the node launches or completes a collective of values."""
         if is_exchange(node):
             loans[node] = self._pool(node).borrow(self._of_values(node).at_launch, node, time)
             return True
@@ -156,7 +156,7 @@ class _Walk:
         return self.values[axis]
 
     def _of_values(self, launch: fx.Node) -> Receives:
-        """Return what a rank borrows for a collective of values."""
+        """Return the buffers that a rank borrows for a collective of values."""
         spec, axis = spec_of(launch), launch.args[1]
         assert spec is not None and spec.receives is not None, f"{launch} says no such thing"
         ranks = self.layout.mesh.along(axis)  # type: ignore[arg-type]
@@ -176,12 +176,12 @@ class _Walk:
         pool = self.receive[first.axis]
         more = pool.borrow(self._receives(first, launch).at_end, launch, time)
         pool.give_back([*loans, *more])
-        for leg in later:  # each starts when the one before has ended
+        for leg in later:  # each starts when the previous one has ended
             receives, pool = self._receives(leg, launch), self.receive[leg.axis]
             pool.give_back(pool.borrow(receives.at_launch + receives.at_end, launch, time))
 
     def _receives(self, leg: Leg, launch: fx.Node) -> Receives:
-        """Return what a rank borrows for one leg of a reduction."""
+        """Return the buffers that a rank borrows for one leg of a reduction."""
         out = value(launch)
         if leg.kind == "all_reduce":
             return exchange.all_reduce_receives(out.numel(), 0, leg.size)

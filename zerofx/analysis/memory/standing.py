@@ -1,4 +1,4 @@
-"""What a rank holds that no graph computes: shards, gradients, states, slots."""
+"""Memory of a rank outside of graphs: shards, gradients, states, slots."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerofx.policy.shard_copies import SentAs
 def standing(
     program: Planned, life: Lifetimes, optimizer_bytes: int, micro: Micro
 ) -> list[Storage]:
-    """Return what a rank holds during a micro-batch in the steady state, each from when to when."""
+    """Return the storages outside of graphs in a steady-state micro-batch, with their times."""
     found = [*_unread_shards(program, life), *_resident(life)]
     found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
@@ -41,9 +41,9 @@ def standing(
 
 
 def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
-    """Return what a pipeline stage holds for other micro-batches, and what travels meanwhile.
+    """Return the values that a pipeline stage holds for other micro-batches, and those in flight.
 
-    As many are under way as the schedule has; of each there is what its forward has saved.
+    The schedule determines the number of micro-batches in progress; each holds its saved values.
     """
     stage = program.stage
     if stage.size == 1 or BACKWARD not in program.graphs:
@@ -97,7 +97,7 @@ def _unread_shards(program: Planned, life: Lifetimes) -> list[Storage]:
 
 
 def _resident(life: Lifetimes) -> list[Storage]:
-    """Return the gathered copies that stay from step to step."""
+    """Return the gathered copies that persist from step to step."""
     launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
     refreshed = {info(n).index: n for n, spec in launches if spec is not None and spec.stays}
     return [
@@ -107,7 +107,7 @@ def _resident(life: Lifetimes) -> list[Storage]:
 
 
 def _casts(program: Planned, life: Lifetimes) -> list[Storage]:
-    """Return the copies in the compute format that stay on the host, beside their shards."""
+    """Return the copies in the compute format that are kept on the host next to their shards."""
     layout = program.layout
     launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
     sent = {
@@ -126,14 +126,14 @@ def _casts(program: Planned, life: Lifetimes) -> list[Storage]:
 
 
 def _where(bucket: Bucket, category: Category) -> Category:
-    """Return the category of what lives with a bucket: apart where that is off the device."""
+    """Return the category of a bucket's memory: a separate one if the bucket is off the device."""
     return CATEGORY_OF.get(bucket.home, category)
 
 
 def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
-    """Return the reduced gradients, from the reduction to their update, or else to zero_grad.
+    """Return the reduced gradients, from the reduction to their update, or to zero_grad.
 
-    Those that earlier micro-batches left, to which this one adds, stand from the beginning.
+    Gradients of earlier micro-batches, to which this one adds, exist from the beginning.
     """
     found: list[Storage] = []
     layout = program.layout
@@ -141,8 +141,8 @@ def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]
         micro.before is Before.SUMS and not reduction.sums_lie_apart(layout)
     )
     updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.UPDATE}
-    begun: dict[str, int] = {}  # tiled parameter -> when the first of its gradients arrives
-    packed: dict[int, int] = {}  # bucket -> when its gradients begin to arrive in p.grad's memory
+    begun: dict[str, int] = {}  # tiled parameter -> time of its first gradient
+    packed: dict[int, int] = {}  # bucket -> time of the first gradient in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
         if is_in_place(node, layout):
             packed[info(node).index] = time
@@ -167,7 +167,7 @@ def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]
 
 
 def _sums(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
-    """Return whole gradients that no_sync sums: from the first backward to the last's reduction.
+    """Return whole gradients summed by no_sync: from the first backward to the last reduction.
 
     The tiles of a parameter share a sum.
     """
@@ -175,7 +175,7 @@ def _sums(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
     is_summed = micro.before is Before.SUMS or not micro.reduces
     if not reduction.sums_lie_apart(layout) or not is_summed:
         return []
-    times: dict[int, list[int]] = {}  # block -> when its buckets' gradients are whole
+    times: dict[int, list[int]] = {}  # block -> times at which its buckets' gradients are whole
     where: dict[int, Info] = {}
     for time, (_, node) in enumerate(life.nodes):
         if is_reduction(node):
@@ -197,7 +197,7 @@ def _sums(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
 def _away_gradient(
     layout: Layout, bucket: Bucket, where: Info, updated: dict[int, int], time: int, life: Lifetimes
 ) -> Storage:
-    """Return what a gradient takes that lies off the device: for good, or until its update."""
+    """Return the storage of a gradient off the device: permanent, or until its update."""
     in_backward = bucket.index in updated
     category = CATEGORY_OF[reduction.gradient_tier(bucket, in_backward)]
     size = layout.shard_numel(bucket) * bucket.dtype.itemsize
@@ -208,14 +208,14 @@ def _away_gradient(
 
 
 def _states(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Storage]:
-    """Return the optimizer's states, of the elements that a rank owns and trains."""
+    """Return the optimizer's states of the elements that a rank owns and trains."""
     if not optimizer_bytes or not program.is_training:
         return []
     layout, params = program.layout, program.params
     kind = Category.OPTIMIZER
     if not program.is_laid_out:
         numel = [(p.name, math.prod(p.shape), kind) for p in params.values() if p.requires_grad]
-    else:  # rank 0 owns no padding; a unit's label may stand for several buckets
+    else:  # rank 0 owns no padding; several buckets may share a unit's label
         trained = {
             b: [p for p in b.params if params[p.name].requires_grad] for b in layout.own_buckets
         }
@@ -231,9 +231,9 @@ def _states(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Sto
 
 
 def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
-    """Return the slots: those that forward uses, and small ones, all the time.
+    """Return the slots: those that forward uses and small ones exist at all times.
 
-    A slot is as large as any program of the model needs it.
+    A slot is as large as the largest need of the model's programs.
     """
     first: dict[int, int] = {}
     for time, (_, node) in enumerate(life.nodes):
@@ -245,7 +245,7 @@ def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
     for slot, size in enumerate(map(max, pairs)):
         birth = first.get(slot, life.end + 1)
         rests = resting.frees_slot(layout, slot, size, stay)
-        if rests and birth > life.end:  # another program's alone, asleep meanwhile
+        if rests and birth > life.end:  # only another program uses it, which is not running
             continue
         found.append(
             Storage(

@@ -1,6 +1,6 @@
-"""Storages: one allocation each, held from one time to another, for some purpose.
+"""Storages: single allocations, each held from one time to another, for some purpose.
 
-Time is a number over the nodes of forward, then backward, in the order in which they run.
+Time is a number over the nodes of forward, then backward, in execution order.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from zerofx.policy.shard_copies import SentAs
 
 
 class Category(str, Enum):
-    """What bytes are held for."""
+    """The purpose of memory."""
 
     PARAMETERS = "parameters"  # shards; full parameters before they are sharded
     GATHERED = "gathered"  # resident and kept copies of full parameters
-    GRADIENTS = "gradients"  # what p.grad shows, and full gradients on their way into a bucket
+    GRADIENTS = "gradients"  # p.grad, and full gradients that are not packed yet
     OPTIMIZER = "optimizer"
-    ACTIVATIONS = "activations"  # what backward reads of forward
+    ACTIVATIONS = "activations"  # forward values that backward reads
     TEMPORARIES = "temporaries"
-    COMMUNICATION = "communication"  # slots, and what reductions receive into
+    COMMUNICATION = "communication"  # slots, and receive buffers of reductions
     INPUTS = "inputs"
     OUTPUTS = "outputs"
     BUFFERS = "buffers"
-    HOST = "host"  # in host memory: no part of what the device holds
+    HOST = "host"  # in host memory: not counted for the device
     NVME = "nvme"  # in files
 
 
-CATEGORY_OF = {Tier.HOST: Category.HOST, Tier.NVME: Category.NVME}  # of what lives away
+CATEGORY_OF = {Tier.HOST: Category.HOST, Tier.NVME: Category.NVME}  # values off the device
 
 
 @dataclass(eq=False)
 class Storage:
     """One allocation: `nbytes` held from time `birth` to time `death`, both inclusive.
 
-    slot: the slot it lies in, whose bytes are held all the time; -1 for memory of its own.
-    is_lent: it lies in a place of the host, which is lent to others before and after.
+    slot: the slot that it occupies, whose bytes are held at all times; -1 for memory of its own.
+    is_lent: it occupies a place of the host, which others borrow before and after.
     """
 
     category: Category
@@ -78,7 +78,7 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class CompiledRegion:
-    """One call of a region that Inductor compiled: what it reads and makes, and its allocations."""
+    """One call of a region compiled by Inductor: its inputs, results and allocations."""
 
     nodes: tuple[fx.Node, ...]
     inputs: tuple[fx.Node, ...]
@@ -90,22 +90,22 @@ Compiled = Mapping[fx.Node, CompiledRegion]  # by the region's first node
 
 
 def landing_dtype(program: Planned, bucket: Bucket) -> torch.dtype:
-    """Return the format in which a bucket's gradient leaves for the host."""
+    """Return the format in which a bucket's gradient is offloaded to the host."""
     return reduction.leaves_as(bucket, is_scaled(program))
 
 
 def is_scaled(program: Planned) -> bool:
-    """Tell whether zerofx itself scales the loss of this program."""
+    """Return whether zerofx itself scales the loss of this program."""
     return program.plan.precision.is_scaled
 
 
 def sent_as(program: Planned, bucket: Bucket) -> SentAs:
-    """Return what travels to the device of a bucket that lives off it."""
+    """Return the form in which a bucket that is off the device is sent to it."""
     return shard_copies.sent_as(bucket, program.plan.offload.delayed)
 
 
 def forward_slots(program: Planned) -> frozenset[int]:
-    """Return the slots that forward gathers into, which stay between calls."""
+    """Return the slots that forward gathers into, which persist between calls."""
     if FORWARD not in program.graphs:
         return frozenset()
     found = (slot_of(n) for n in program.graph(FORWARD).nodes if takes_slot(n))
@@ -113,7 +113,7 @@ def forward_slots(program: Planned) -> frozenset[int]:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Say whether a node's value lies in the storage of its argument."""
+    """Return whether a node's value is in the storage of its argument."""
     if node.target is operator.getitem:
         return is_view(node.all_input_nodes[0])
     return node.op == "call_function" and _is_view_op(node)

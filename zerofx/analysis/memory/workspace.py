@@ -1,8 +1,8 @@
-"""What some operators allocate inside on a CPU, in addition to their results.
+"""Workspaces: memory that some CPU operators allocate internally, in addition to their results.
 
 Measured with the allocator's events on torch 2.11 and 2.13, one thread: the operators here make
-copies in the layout of their library. Others allocate little or nothing; CUDA's workspaces depend
-on the algorithm that is chosen there and are not known beforehand.
+copies in the layout of their library. Other operators allocate little or nothing. CUDA workspaces
+depend on the algorithm chosen at run time and cannot be predicted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PADDING = 8 << 10
 
 
 def convolution_bytes(node: fx.Node, is_channels_last: bool) -> int:
-    """Return what a convolution or its backward holds inside, for one layout of its result."""
+    """Return the internal memory of a convolution or its backward, for one layout of its result."""
     weight = value(node.all_input_nodes[2 if node.target is _BACKWARD else 1])
-    if is_channels_last:  # the library's own layout; only the weight is copied into blocks
+    if is_channels_last:  # the library's own layout, except for the weight, which it blocks
         return 2 * nbytes(weight) if node.target is _BACKWARD else _weight_in_blocks(weight)
     return _plain_backward(node) if node.target is _BACKWARD else _plain(node)
 
@@ -38,16 +38,16 @@ def _convolution(node: fx.Node) -> int:
 
 
 def _plain(node: fx.Node) -> int:
-    """The input and the weight in the library's layout, or the result in it, before its copy."""
+    """Return the input and weight in the library's layout, or the result in it before its copy."""
     given, weight = (value(n) for n in node.all_input_nodes[:2])
     taken = 0 if given.shape[1] < _BLOCK else nbytes(given)
     return max(taken + nbytes(weight), _in_blocks(value(node)))
 
 
 def _plain_backward(node: fx.Node) -> int:
-    """The incoming gradient and the input in the library's layout, or one of the results in it.
+    """Return the incoming gradient and input in the library's layout, or one of the results in it.
 
-    With strides the input's gradient is copied once more, before the weight's is there.
+    With strides, the input's gradient is copied once more before the weight's gradient exists.
     """
     grad, given, weight = (value(n) for n in node.all_input_nodes[:3])
     arguments: Any = node.args
@@ -58,7 +58,7 @@ def _plain_backward(node: fx.Node) -> int:
     return max(found)
 
 
-_PLAIN, _BLOCK = 4, 16  # channels: fewer are read as they are; others come in blocks of so many
+_PLAIN, _BLOCK = 4, 16  # channels: fewer are not copied; others are in blocks
 
 
 def _in_blocks(tensor: torch.Tensor) -> int:
@@ -82,25 +82,25 @@ def _batch_norm_backward(node: fx.Node) -> int:
 
 
 def _product_of_bf16(node: fx.Node) -> int:
-    """The result in fp32, in which it is summed; other formats are summed in place."""
+    """Return the fp32 accumulator of the result; formats other than bf16 accumulate in place."""
     found = value(node)
     return 4 * found.numel() if found.dtype is torch.bfloat16 else 0
 
 
 def _dropout(node: fx.Node) -> int:
-    """The mask, before it is a boolean one."""
+    """Return the mask before its conversion to booleans."""
     return nbytes(value(node.all_input_nodes[0]))
 
 
 def _loss_head(node: fx.Node) -> int:
-    """A tile of logits; in half precision its copy in fp32 as well."""
+    """Return a tile of logits, and in half precision also its fp32 copy."""
     given: Any = node.args
     hidden, weight = given[:2]
     return _tile(hidden, weight, 1, 1 if _is_half(hidden) else 0)
 
 
 def _loss_head_backward(node: fx.Node) -> int:
-    """The same; in half precision the tile's gradient, and dhidden as it is added up."""
+    """Return the forward's; in half precision also the tile's gradient and dhidden's sum."""
     given: Any = node.args
     hidden, weight = given[1:3]
     if not _is_half(hidden):
@@ -127,17 +127,17 @@ _GATES = {"gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 
 def _recurrent(node: fx.Node) -> int:
-    """The gates of every time step: of one direction at a time in an LSTM, else of all."""
+    """Return the gates of every time step: in an LSTM of one direction at a time, else of all."""
     return _layer(tuple(node.args))[0]
 
 
 def _recurrent_backward(node: fx.Node) -> int:
-    """What the forward that it runs again keeps for itself, and the gates' gradients."""
+    """Return the values that the repeated forward keeps, and the gates' gradients."""
     return _layer(tuple(node.args[1:]))[1]
 
 
 def _layer(arguments: tuple[Any, ...]) -> tuple[int, int]:
-    """Return what a recurrent layer's forward and its backward hold inside."""
+    """Return the internal memory of a recurrent layer's forward and of its backward."""
     source, hidden, weights, mode = arguments[:4]
     steps, batch, features = value(source).shape
     directions, _, width = value(hidden[-1]).shape
@@ -165,7 +165,7 @@ _INSIDE: dict[Any, Callable[[fx.Node], int]] = {
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Return the bytes that an operator holds while it runs, its inputs and results left out."""
+    """Return the bytes that an operator holds while it runs, excluding its inputs and results."""
     inside = _INSIDE.get(node.target)
     if inside is None:
         return 0

@@ -1,1 +1,1 @@
-"""What to keep of a forward and what to compute again, as facts and as a choice."""
+"""Recomputation: which activations to keep and which to recompute, as facts and as a choice."""

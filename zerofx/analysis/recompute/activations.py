@@ -1,4 +1,4 @@
-"""Which forward values a backward needs, and which of them to keep: pure facts, no rewriting."""
+"""Activations: the forward values that backward needs, and those that a policy keeps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ FORWARD_ROLES = (Role.OUTPUT, Role.BUFFER_UPDATE, Role.INPUT_UPDATE)
 
 @dataclass(frozen=True)
 class Solved:
-    """Values of a joint graph, by name: those at which recomputation stops, and those of them that
-    wait on the host. label: the plan's word for what was solved.
+    """Names of the values at which recomputation stops, and of those offloaded to the host.
+
+    label: the plan's setting that was solved.
     """
 
     kept: frozenset[str]
@@ -39,12 +40,12 @@ class JointParts:
 
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
-    frontier: tuple[fx.Node, ...]  # forward-side values that backward nodes or gradients read
+    frontier: tuple[fx.Node, ...]  # forward values that backward nodes or gradients read
 
 
 @dataclass(frozen=True)
 class Halves:
-    """A joint graph's parts, and its results in two groups: what forward returns, and backward."""
+    """A joint graph's parts, and its results in two groups: forward's and backward's."""
 
     parts: JointParts
     forward: list[tuple[OutputInfo, fx.Node | None]]
@@ -52,7 +53,7 @@ class Halves:
 
 
 def halve(program: Program) -> Halves:
-    """Divide a program's joint graph; its results are put in order in place, forward's first."""
+    """Divide a program's joint graph; its results are reordered in place, forward's first."""
     pairs = list(zip(program.outputs[JOINT], program.results(JOINT), strict=True))
     first = [(s, r) for s, r in pairs if s.role in FORWARD_ROLES]
     second = [(s, r) for s, r in pairs if s.role not in FORWARD_ROLES]
@@ -63,7 +64,7 @@ def halve(program: Program) -> Halves:
 
 
 def divide(graph: fx.Graph, forward_results: Iterable[fx.Node]) -> JointParts:
-    """Divide a joint graph: what depends on a tangent, or was traced in backward, is backward."""
+    """Divide a joint graph: backward nodes depend on a tangent or were traced in backward."""
     needed_forward = _ancestors(forward_results)
     behind: set[fx.Node] = set()
     for node in graph.nodes:
@@ -101,12 +102,12 @@ def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def is_param_alias(node: fx.Node) -> bool:
-    """Say whether the node is a parameter or a chain of views of one (never to be saved)."""
+    """Return whether the node is a parameter or a chain of views of one (never to be saved)."""
     return info(alias_source(node)).role is Role.PARAM
 
 
 def must_keep(node: fx.Node) -> bool:
-    """Say whether the value can only be kept: an input, a buffer, or drawn from a generator."""
+    """Return whether a value cannot be recomputed: an input, a buffer, or a random draw."""
     if node.op == "placeholder":
         return not is_param_alias(node)
     return node.op != "get_attr" and info(root_producer(node)).is_random
@@ -115,18 +116,18 @@ def must_keep(node: fx.Node) -> bool:
 def kept_values(parts: JointParts, policy: Policy) -> set[fx.Node]:
     """Return the forward values to save for backward under `policy`.
 
-    "keep" saves all that backward reads; "recompute" saves only what crosses a unit's boundary
-    (and what was drawn at random); a mapping decides by unit name, the first matching pattern wins
-    and unmatched units keep; what was solved names its values. Of broadcast views, what they look
-    into is saved.
+    "keep" saves everything that backward reads. "recompute" saves only values that cross a unit's
+    boundary (and random draws). A mapping decides by unit name: the first matching pattern wins,
+    and unmatched units keep. A solved policy names its values. For broadcast views, their source is
+    saved.
     """
     return {as_kept(n) for n in _kept(parts, policy)}
 
 
 def as_kept(node: fx.Node) -> fx.Node:
-    """Return what is saved to have a value: of a broadcast view what it looks into.
+    """Return the value to save for a node: for a broadcast view, its source.
 
-    Compiled code would hand out the view as memory of its own, as large as it looks.
+    Compiled code would return the view as a full-size tensor of its own.
     """
     while is_broadcast(node):
         node = node.all_input_nodes[0]
@@ -157,7 +158,7 @@ def _decision(policy: Mapping[str, str], unit: str) -> str:
 
 
 def _boundary(parts: JointParts) -> set[fx.Node]:
-    """Forward values that a node of another unit reads."""
+    """Return the forward values that a node of another unit reads."""
     crossing: set[fx.Node] = set()
     for node in parts.forward:
         if is_param_alias(node) or not isinstance(value(node), torch.Tensor):

@@ -1,4 +1,4 @@
-"""What could wait on the host between forward and backward: facts only, no rewriting."""
+"""Offload candidates: the storages that could be on the host between forward and backward."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 
 @dataclass(frozen=True)
 class Leaving:
-    """A storage that forward saves for backward, whole or by views of it.
+    """A storage that forward saves for backward, whole or as views.
 
-    root: forward's node that makes it. views: what is saved of it, by position among the saved.
-    names, units: of what is saved. nbytes: what a copy of it moves.
-    last: the region of forward behind which nothing reads it.
-    first: the region of backward that reads it first.
+    root: the forward node that creates it. views: its saved views, by position among the saved
+        values.
+    names, units: of the saved values. nbytes: the bytes that a copy moves.
+    last: the forward region after which nothing reads it.
+    first: the first backward region that reads it.
     """
 
     root: fx.Node
@@ -33,10 +34,10 @@ class Leaving:
 
 
 def leaving(program: Planned) -> list[Leaving]:
-    """Return the storages that may leave, in the order in which forward is done with them.
+    """Return the storages that may be offloaded, in the order of their last use in forward.
 
-    Not what is given (inputs, parameters, buffers), nor what the user or the model gets, nor what
-    backward reads outside its regions.
+    Excluded are inputs, parameters and buffers, values that the user or the model receives, and
+    values that backward reads outside its regions.
     """
     if FORWARD not in program.graphs or BACKWARD not in program.graphs:
         return []
@@ -71,7 +72,7 @@ def leaving(program: Planned) -> list[Leaving]:
 
 
 def chain(root: fx.Node, view: fx.Node) -> list[fx.Node]:
-    """Return the views by which `view` looks into `root`, first to last."""
+    """Return the views that lead from `root` to `view`, first to last."""
     nodes: list[fx.Node] = []
     while view is not root:
         nodes.append(view)
@@ -84,7 +85,7 @@ def _is_node(result: object) -> bool:
 
 
 def _may_leave(root: fx.Node) -> bool:
-    """Say whether forward made this storage, all of it, and a copy of it would move all of it."""
+    """Return whether forward created all of this storage, and a copy would move all of it."""
     made = value(root)
     if root.op != "call_function" or info(root).region is None:
         return False
@@ -92,17 +93,17 @@ def _may_leave(root: fx.Node) -> bool:
         return False
     is_copy = root.target is torch.ops.aten.clone.default
     if is_copy and root.all_input_nodes[0].op == "placeholder":
-        return False  # of what is updated after forward
+        return False  # a buffer or input that is updated after forward
     return span_bytes(made) == nbytes(made)
 
 
 def _is_plain(view: fx.Node) -> bool:
-    """Say whether each view on the way to a storage reads nothing else."""
+    """Return whether each view on the way to the storage reads nothing else."""
     return all(len(n.all_input_nodes) == 1 for n in chain(alias_source(view), view))
 
 
 def _users(root: fx.Node) -> list[fx.Node]:
-    """Return what reads a storage in its graph, by any of its views, the graph's result apart."""
+    """Return the readers of a storage through any of its views, except the graph's result."""
     found: list[fx.Node] = []
     stack = [root]
     while stack:
@@ -116,6 +117,6 @@ def _users(root: fx.Node) -> list[fx.Node]:
 
 
 def _regions(nodes: list[fx.Node]) -> list[int] | None:
-    """Return the regions of some nodes, None if one is in no region."""
+    """Return the regions of some nodes, or None if one is in no region."""
     found = [info(n).region for n in nodes]
     return None if None in found else found  # type: ignore[return-value]

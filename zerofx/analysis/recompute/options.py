@@ -1,9 +1,9 @@
-"""What can be kept of one segment: from all that backward reads to the least it can do with.
+"""Options of a segment: what to keep, from everything that backward reads to the minimum.
 
-An option is a set of kept values, with the bytes that then stay from forward to backward and the
-time of what is recomputed in their place. A segment's options are the best known trades of the one
-for the other, found by an integer program (SciPy's HiGHS) for a row of byte limits, or, where SciPy
-is not installed, by giving up the cheapest values one after another.
+An option is a set of kept values, with the bytes that stay from forward to backward and the time to
+recompute the rest. A segment's options are the best known trade-offs between the two. They are
+found by an integer program (SciPy's HiGHS) for a series of byte limits or, if SciPy is not
+installed, by giving up the cheapest values one after another.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from zerofx.analysis.recompute.segments import Segment
 from zerofx.ir.graphs import alias_source
 from zerofx.ir.meta import Role, info, value
 
-_BESIDE = 0.02  # of a hidden copy's time: what it takes from the compute's memory bandwidth
-LEVELS = 16  # byte limits that are tried between the most and the least
+_BESIDE = 0.02  # compute slowdown by a hidden copy, as a fraction of the copy's time
+LEVELS = 16  # number of byte limits between the most and the least
 
 
 @dataclass(frozen=True)
 class Option:
     """One way to treat a segment.
 
-    kept: places (in the segment's order) of the values at which recomputation stops.
-    saved: places of those that backward then reads; what enters the segment is -1, -2, ...
-    offloaded: those of the saved whose storages wait on the host. saved_bytes: of the others.
+    kept: positions (in the segment's order) of the values at which recomputation stops.
+    saved: positions of the values that backward then reads; values that enter the segment are -1,
+        -2, ...
+    offloaded: saved values whose storages are on the host. saved_bytes: bytes of the others.
     """
 
     kept: frozenset[int]
@@ -50,11 +51,12 @@ class Option:
 
 @dataclass(frozen=True)
 class Link:
-    """The way to the host and back.
+    """The link to the host.
 
-    copy_us: time of copying so many bytes one way. least_bytes: what a storage must have to leave.
-    is_beside: copies run beside the compute, so that a segment's forward hides as many as it takes
-        itself.
+    copy_us: time of copying a number of bytes one way. least_bytes: minimum size of an offloaded
+        storage.
+    is_beside: copies overlap compute, so that a segment's forward hides as much copy time as it
+        takes itself.
     """
 
     copy_us: Callable[[int], float]
@@ -63,9 +65,9 @@ class Link:
 
 
 class Trade:
-    """A segment as a problem: which of its values to keep, to compute again, or to offload.
+    """A segment as a problem: which of its values to keep, to recompute, or to offload.
 
-    link: None where nothing may leave the device.
+    link: None if nothing may leave the device.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Trade:
         self.storage = {i: first.setdefault(alias_source(n), i) for n, i in self.place.items()}
 
     def bytes_of(self, storage: int) -> int:
-        """Return what keeping a storage costs; inputs and buffers are held anyway."""
+        """Return the bytes of keeping a storage; inputs and buffers are held in any case."""
         node = self.at[storage]
         if info(node).role in (Role.INPUT, Role.BUFFER):
             return 0
@@ -97,22 +99,22 @@ class Trade:
         return span_bytes(val) if isinstance(val, torch.Tensor) else 0
 
     def may_leave(self, storage: int) -> bool:
-        """Tell whether a storage may wait on the host: large, the model's own, not the user's."""
+        """Return whether a storage may be offloaded: it is large, and internal to the model."""
         if self.link is None or self.bytes_of(storage) < max(self.link.least_bytes, 1):
             return False
         inside = (n for n, i in self.place.items() if self.storage[i] == storage)
         return not any(u.op == "output" for n in inside for u in n.users)
 
     def copy_us(self, storage: int) -> float:
-        """Return what taking a storage to the host and back costs the compute."""
+        """Return the compute time lost by copying a storage to the host and back."""
         assert self.link is not None
         both_ways = 2 * self.link.copy_us(self.bytes_of(storage))
         return both_ways * (_BESIDE if self.link.is_beside else 1.0)
 
     def evaluate(self, kept: Iterable[int], offloaded: Iterable[int] = ()) -> Option:
-        """Return the option of keeping `kept`: what backward then reads, and what it recomputes.
+        """Return the option of keeping `kept`: the values that backward then reads and recomputes.
 
-        offloaded: storages that leave if they are saved.
+        offloaded: storages that are offloaded if they are saved.
         """
         kept = frozenset(kept) | self.leaving
         saved, again = set(self.before), set[int]()
@@ -139,7 +141,7 @@ class Trade:
         )
 
     def hides(self, storages: Iterable[int]) -> bool:
-        """Tell whether the segment's forward takes as long as copying these to the host."""
+        """Return whether the segment's forward is as long as copying these storages to the host."""
         if self.link is None or not self.link.is_beside:
             return True
         return sum(self.link.copy_us(self.bytes_of(s)) for s in storages) <= sum(self.cost_us)
@@ -150,12 +152,12 @@ class Trade:
 
 
 def options(trade: Trade, levels: int = LEVELS) -> list[Option]:
-    """Return the best known options, from most to least bytes and from least to most time."""
+    """Return the best known options, by descending bytes and ascending time."""
     whole = trade.all_kept()
     if not whole.saved_bytes:
         return [whole]
     found = [whole, trade.evaluate(())]
-    from zerofx.analysis.recompute import options as options_milp  # it reads Option and Trade
+    from zerofx.analysis.recompute import options as options_milp  # it imports Option and Trade
 
     if options_milp.has_scipy():
         return _best([*found, *options_milp.limited(trade, levels)])
@@ -163,7 +165,7 @@ def options(trade: Trade, levels: int = LEVELS) -> list[Option]:
 
 
 def _best(found: Iterable[Option]) -> list[Option]:
-    """Drop what another option beats in both bytes and time."""
+    """Drop options that another one beats in both bytes and time."""
     kept: list[Option] = []
     for option in sorted(found, key=lambda o: (o.time_us, o.saved_bytes)):
         if not kept or option.saved_bytes < kept[-1].saved_bytes:
@@ -172,10 +174,10 @@ def _best(found: Iterable[Option]) -> list[Option]:
 
 
 def hull(found: list[Option]) -> list[Option]:
-    """Return the options that no mix of two others beats, for segments that there are many of.
+    """Return the options that no mix of two others beats, for structures with many segments.
 
-    Over many alike segments any number of bytes is a mix of two neighbours of these, so that few
-    kinds of region are left to compile.
+    Over many identical segments, any number of bytes is reached by a mix of two adjacent options,
+    so only a few kinds of region have to be compiled.
     """
     kept: list[Option] = []
     for option in found:
@@ -186,13 +188,13 @@ def hull(found: list[Option]) -> list[Option]:
 
 
 def _is_above(a: Option, b: Option, c: Option) -> bool:
-    """Tell whether `b` costs more than the mix of `a` and `c` that frees as much."""
+    """Return whether `b` costs more than the mix of `a` and `c` that frees the same bytes."""
     more, freed = c.time_us - a.time_us, a.saved_bytes - c.saved_bytes
     return (b.time_us - a.time_us) * freed >= more * (a.saved_bytes - b.saved_bytes)
 
 
 def _given_up(trade: Trade, whole: Option) -> list[Option]:
-    """Give up storage after storage, each time the one that frees most bytes a microsecond."""
+    """Give up storage after storage, each time the one that frees most bytes per microsecond."""
     found: list[Option] = []
     now = whole
     while True:
@@ -223,18 +225,18 @@ def _by_storage(trade: Trade, option: Option) -> list[frozenset[int]]:
 
 
 # -- The options of a segment as integer programs: least time to recompute under a limit of bytes
-# Variables: k_i, value i is kept; r_i, it is recomputed; b_s, storage s is saved; o_s, it waits on
-# the host. A needed value is kept or recomputed; what is recomputed has all its inputs kept or
-# recomputed; a kept value has its storage saved; what leaves is saved, and its copies are hidden.
-# Minimise sum(us_i r_i) + sum(copy_us_s o_s) with sum(bytes_s (b_s - o_s)) under the limit.
+# Variables: k_i, value i is kept; r_i, it is recomputed; b_s, storage s is saved; o_s, it is on
+# the host. A needed value is kept or recomputed; a recomputed value has all its inputs kept or
+# recomputed; a kept value has its storage saved; an offloaded storage is saved, and its copies are
+# hidden. Minimise sum(us_i r_i) + sum(copy_us_s o_s) with sum(bytes_s (b_s - o_s)) under the limit.
 
 
-NODES = 2000  # of the search tree; not seconds, by which ranks could come to differ
-_SMALL = 1e-6  # microseconds a recomputed node costs at least, so that none is without reason
+NODES = 2000  # of the search tree; a time limit could make ranks differ
+_SMALL = 1e-6  # minimum cost in us of a recomputed node, so that none is recomputed needlessly
 
 
 def has_scipy() -> bool:
-    """Tell whether the solver is installed (the extra `solver`)."""
+    """Return whether the solver is installed (the extra `solver`)."""
     try:
         import scipy.optimize  # noqa: F401
     except ImportError:
@@ -259,7 +261,7 @@ def limited(trade: Trade, levels: int) -> list[Option]:
 
 
 class _Problem:
-    """The constraints, made once; each solve sets another limit."""
+    """The constraints, built once; each solve sets another limit."""
 
     def __init__(self, trade: Trade) -> None:
         self.trade = trade
@@ -275,7 +277,7 @@ class _Problem:
         self._constrain()
 
     def _bound(self) -> None:
-        """Fix what is no choice: what enters or leaves is not recomputed, nor is what was drawn."""
+        """Fix variables without a choice: boundary values and random draws are not recomputed."""
         trade, upper = self.trade, np.ones(2 * len(self.values) + 2 * len(self.storages))
         for s in self.storages:
             upper[self.leaves[s]] = trade.may_leave(s)
@@ -297,7 +299,7 @@ class _Problem:
         from scipy.sparse import lil_matrix
 
         trade, keep, again = self.trade, self.keep, self.again
-        rows: list[tuple[float, dict[int, float]]] = []  # at least so much, of factors by variable
+        rows: list[tuple[float, dict[int, float]]] = []  # (lower bound, factors by variable)
         rows += ((1, {keep[v]: 1, again[v]: 1}) for v in (*trade.needed, *trade.before))
         for v in self.values:
             sources = trade.inputs[v] if v >= 0 else ()
@@ -317,7 +319,7 @@ class _Problem:
         return zip(self.storages, self.size, strict=True)
 
     def solve(self, limit: int | None) -> Option | None:
-        """Return the quickest option within `limit` bytes; without one the smallest of all."""
+        """Return the fastest option within `limit` bytes; without a limit, the smallest of all."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         bytes_row = np.zeros(len(self.upper))
@@ -344,7 +346,7 @@ class _Problem:
 
 
 def _ancestors(trade: Trade) -> set[int]:
-    """Return every value that keeping or recomputing what is needed may touch."""
+    """Return every value that keeping or recomputing the needed ones may involve."""
     seen, stack = set(trade.before), list(trade.needed)
     while stack:
         v = stack.pop()

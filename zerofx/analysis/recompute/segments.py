@@ -1,8 +1,8 @@
-"""Segments of a forward: stretches of one unit, within which activations may be recomputed.
+"""Segments of a forward: runs of one unit, within which activations may be recomputed.
 
-Backward recomputes a value from what is kept of its own segment and from what enters it, never from
-further back. Segments of one structure are alike node for node, so what is decided for one holds
-for all of them.
+Backward recomputes a value only from the kept values of its own segment and the values that enter
+it. Segments of equal structure are identical node for node, so a decision for one applies to all of
+them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from zerofx.ir.meta import Role, info, value
 
 @dataclass(eq=False)
 class Segment:
-    """A stretch of forward nodes of one unit, in order.
+    """A run of forward nodes of one unit, in order.
 
-    entering: what it reads of other segments, inputs and buffers, in the order of first use.
-    leaving: which of its values other segments read.
-    needed: which of its values backward reads, and `needed_before` which of those that enter it:
-        kept values that are given back when this segment's backward has run.
-    structure: equal for segments that are alike.
+    entering: its inputs from other segments, inputs and buffers, in the order of first use.
+    leaving: its values that other segments read.
+    needed: its values that backward reads; `needed_before`: the needed values that enter it,
+        which are freed when this segment's backward has run.
+    structure: equal for identical segments.
     """
 
     index: int
@@ -62,7 +62,7 @@ def find_segments(parts: JointParts) -> list[Segment]:
 
 
 def _stretches(parts: JointParts) -> Iterable[tuple[str, list[fx.Node]]]:
-    """Yield (unit, nodes); views stay with what they look into."""
+    """Yield (unit, nodes); views stay with their source."""
     stretches: list[tuple[str, list[fx.Node]]] = []
     at: dict[fx.Node, list[fx.Node]] = {}
     for node in parts.forward:
@@ -77,12 +77,12 @@ def _stretches(parts: JointParts) -> Iterable[tuple[str, list[fx.Node]]]:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Tell whether a value from outside is there in backward at no cost: gathered, or constant."""
+    """Return whether backward has a value at no cost: a gathered parameter or a constant."""
     return node.op == "get_attr" or is_param_alias(node)
 
 
 def _charge(node: fx.Node, home: dict[fx.Node, Segment], backward: set[fx.Node]) -> None:
-    """Note a value that backward reads, with the segment whose backward reads it last."""
+    """Assign a value that backward reads to the segment whose backward reads it last."""
     readers = {info(u).unit for u in node.users if u in backward}
     made = home[node]
     after = sorted(
@@ -96,7 +96,7 @@ def _charge(node: fx.Node, home: dict[fx.Node, Segment], backward: set[fx.Node])
 
 
 def _structure(segment: Segment) -> Hashable:
-    """Return a key of the nodes, their arguments by place, their forms, and what is needed."""
+    """Return a key of the nodes, their arguments by position, forms, and the needed values."""
     place: dict[fx.Node, Any] = {n: i for i, n in enumerate(segment.nodes)}
     outside: dict[fx.Node, Any] = {}
 

@@ -1,9 +1,10 @@
-"""Choose an option for every segment: least recomputation with enough bytes given up in time.
+"""The choice of an option for every segment: least recomputation that frees enough bytes in time.
 
-Activations pile up from segment to segment and are given back in the reverse order, so what the
-first j segments give up counts at every moment between the j-th one's forward and the next one's
-backward. The choice is the least total time whose running sums of given-up bytes reach what each
-such moment needs: a shortest path over segments and bytes, linear in the number of segments.
+Activations accumulate from segment to segment and are freed in reverse order. The bytes given up by
+the first j segments therefore count at every moment between the forward of the j-th one and the
+backward of the next one. The choice has the least total time whose running sums of given-up bytes
+reach the need of each such moment. It is a shortest path over segments and bytes, linear in the
+number of segments.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-QUANTA = 32768  # steps in which bytes are counted, rounded down, so that no need is missed
+QUANTA = 32768  # units in which bytes are counted, rounded down so that every need is met
 
 
 def solve(
     given_up: Sequence[Sequence[int]], time_us: Sequence[Sequence[float]], need: Sequence[int]
 ) -> list[int] | None:
-    """Return an option's index for each segment; None where even all that can go is too little.
+    """Return an option's index for each segment, or None if giving up everything is not enough.
 
     given_up[i][o], time_us[i][o]: bytes and microseconds of option o of segment i.
-    need[j]: bytes that the first j segments must have given up, j from 0 to all of them.
+    need[j]: bytes that the first j segments must have given up, for j from 0 to all of them.
     """
     most = max(max(need), 0)
     if need[0] > 0 or any(
@@ -29,7 +30,7 @@ def solve(
     ):
         return None
     quantum = max(most // QUANTA, 1)
-    top = -(-most // quantum)  # more than is ever needed counts as this
+    top = -(-most // quantum)  # larger sums are clipped to this
     best = np.full(top + 1, np.inf)
     best[0] = 0.0
     choices: list[np.ndarray] = []
@@ -41,7 +42,7 @@ def solve(
         choices.append(choice)
         sources.append(source)
     at = int(np.argmin(best))
-    if not np.isfinite(best[at]):  # enough to the byte, but not in whole quanta
+    if not np.isfinite(best[at]):  # enough in bytes, but not in whole quanta
         return [max(range(len(g)), key=g.__getitem__) for g in given_up]
     picked = []
     for choice, source in zip(reversed(choices), reversed(sources), strict=True):
@@ -53,7 +54,7 @@ def solve(
 def _step(
     best: np.ndarray, freed: Sequence[int], times: Sequence[float]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the best time to each sum of bytes behind a segment, by which option, from where."""
+    """Return the best time for each sum of bytes after a segment, its option and predecessor."""
     size = len(best)
     after = np.full(size, np.inf)
     choice = np.zeros(size, dtype=np.int16)

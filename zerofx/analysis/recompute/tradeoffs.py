@@ -1,4 +1,4 @@
-"""All segments of a program with their options, and the choice among them for a budget."""
+"""Trade-offs: all segments of a program with their options, and the choice for a budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.plan.sizes import format_bytes
 
-MANY = 4  # alike segments, from which on their options are thinned out to those worth mixing
+MANY = 4  # from this many identical segments on, only options worth mixing are kept
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,16 @@ class _Part:
 
 
 class Tradeoffs:
-    """What a joint program could give up, segment by segment; each structure is solved once."""
+    """The trade-offs of a joint program, segment by segment; each structure is solved once."""
 
     def __init__(
         self, captured: Planned, prices: Roofline, link: Link | None = None,
         host_budget_bytes: int | None = None, mixes: bool = True,
     ) -> None:  # fmt: skip
-        """mixes: alike segments may be treated differently, so that few options each are enough."""
+        """Find the options of every segment.
+
+        mixes: identical segments may be treated differently, so that few options each suffice.
+        """
         joint = captured.clone()
         self.host_budget_bytes = host_budget_bytes
         known: dict[Hashable, list[Option]] = {}
@@ -53,7 +56,7 @@ class Tradeoffs:
             trade = Trade(segment, prices.node_us, link)
             if segment.structure not in known:
                 tries = [trade]
-                if link is not None and host_budget_bytes is not None:  # for when it is used up
+                if link is not None and host_budget_bytes is not None:  # in case it is used up
                     tries.append(Trade(segment, prices.node_us))
                 best = [options(t) for t in tries]
                 if mixes and count[segment.structure] >= MANY:
@@ -62,9 +65,9 @@ class Tradeoffs:
             self.parts.append(_Part(segment, trade, known[segment.structure]))
 
     def within(self, whole: Memory, budget_bytes: int) -> list[int]:
-        """Return an option for each segment, so that a program that keeps all comes to the budget.
+        """Return an option for each segment that brings a program with everything kept into budget.
 
-        whole: the memory of that program. Where no choice suffices, each segment gives up the most.
+        whole: the memory of that program. If no choice suffices, each segment gives up the most.
         """
         order, need = self._needs(whole, budget_bytes)
         picked = self._picked(order, need, may_leave=True)
@@ -73,10 +76,12 @@ class Tradeoffs:
         return self._picked(order, need, may_leave=False)
 
     def of_fraction(self, fraction: float) -> list[int]:
-        """Return an option for each segment, alike for alike ones, so that at most this fraction of
-        all bytes that could be kept is; where that is too little, each gives up the most.
+        """Return an option for each segment so that at most a fraction of the bytes is kept.
+
+        Identical segments get the same option. If the fraction is too small, each segment gives up
+        the most.
         """
-        alike: dict[int, list[int]] = {}  # by the list of options that they share
+        alike: dict[int, list[int]] = {}  # keyed by their shared list of options
         for i, part in enumerate(self.parts):
             alike.setdefault(id(part.options), []).append(i)
         groups = list(alike.values())
@@ -111,12 +116,12 @@ class Tradeoffs:
         return picked
 
     def _on_host(self, picked: Sequence[int]) -> int:
-        """Return the bytes that wait on the host."""
+        """Return the bytes that are offloaded to the host."""
         pairs = zip(self.parts, picked, strict=True)
         return sum(part.options[option].offloaded_bytes for part, option in pairs)
 
     def is_least(self, picked: Sequence[int]) -> bool:
-        """Tell whether there is nothing left to give up."""
+        """Return whether nothing is left to give up."""
         least = self._picked((), [1], may_leave=self._on_host(picked) > 0)
         freed = [
             sum(p.given_up[o] for p, o in zip(self.parts, choice, strict=True))
@@ -125,7 +130,7 @@ class Tradeoffs:
         return freed[0] >= freed[1]
 
     def solved(self, picked: Sequence[int], label: str = "auto") -> Solved:
-        """Return what `split` keeps, and what of it leaves for the host, by name."""
+        """Return the values that `split` keeps, and those of them that are offloaded, by name."""
         kept, offloaded = set(), set()
         for part, option in zip(self.parts, picked, strict=True):
             chosen = part.options[option]
@@ -134,13 +139,16 @@ class Tradeoffs:
         return Solved(frozenset(kept), frozenset(offloaded), label)
 
     def decisions(self, picked: Sequence[int], aim: str) -> Iterator[Decision]:
-        """Yield what became of each value that backward reads, and why; `aim` is what it served."""
+        """Yield the decision on each value that backward reads and its reason; `aim` is its
+        goal."""
         for part, option in zip(self.parts, picked, strict=True):
             yield from _explained(part, part.options[option], aim)
 
     def _needs(self, whole: Memory, budget_bytes: int) -> tuple[list[int], list[int]]:
-        """Return the segments in the order in which backward gives them back last, and what the
-        first j of them must give up at the moments at which these j, and no more, hold anything.
+        """Return the segments in the order of their backward's end, last first, and their needs.
+
+        The j-th number is what the first j segments must give up at the moments at which only these
+        hold anything.
         """
         ends, begins = self._windows(whole)
         order = [i for i, part in enumerate(self.parts) if len(part.options) > 1]
@@ -149,14 +157,14 @@ class Tradeoffs:
         times = np.arange(len(over))
         count = np.zeros(len(over), dtype=np.int64)
         behind = np.ones(len(over), dtype=bool)
-        for i in order:  # a moment counts the first segments that all hold what they keep
+        for i in order:  # a moment counts the leading segments that hold their kept values
             behind &= (times > ends[i]) & (times < begins[i])
             count += behind
         need = [max(int(over[count == j].max(initial=0)), 0) for j in range(len(order) + 1)]
         return order, need
 
     def _windows(self, whole: Memory) -> tuple[list[int], list[int]]:
-        """Return when each segment's forward ends, and when backward first reads what it kept."""
+        """Return the time of each segment's forward end, and that of backward's first read."""
         forward: dict[str, int] = {}
         reads: dict[str, int] = {}
         for time, (graph, node) in enumerate(whole.life.nodes):
@@ -175,9 +183,7 @@ class Tradeoffs:
 
 
 def solve_fraction(captured: Planned, fraction: float) -> tuple[Solved, tuple[Decision, ...]]:
-    """Return what is kept of a joint program's activations if at most a fraction of the bytes that
-    could be is, and why.
-    """
+    """Return the activations that keep at most a fraction of the possible bytes, and why."""
     prices = Roofline.of(captured.plan, captured.hardware, captured.world_size)
     tradeoffs = Tradeoffs(captured, prices, mixes=False)
     picked = tradeoffs.of_fraction(fraction)
@@ -186,7 +192,7 @@ def solve_fraction(captured: Planned, fraction: float) -> tuple[Solved, tuple[De
 
 
 def _explained(part: _Part, chosen: Option, aim: str) -> Iterator[Decision]:
-    """Yield a decision for each storage; of several values in one, the first stands for it."""
+    """Yield a decision for each storage; the first of several values represents the storage."""
     trade, first = part.trade, dict[int, int]()
     for i in sorted(part.options[0].saved | chosen.saved, key=lambda i: (i not in chosen.saved, i)):
         if i >= 0 or i in chosen.offloaded:
@@ -224,7 +230,7 @@ def _why(part: _Part, chosen: Option, i: int, aim: str) -> str:
         freed = chosen.saved_bytes - without.saved_bytes
         more = without.recompute_us - chosen.recompute_us
         if chosen is whole and not chosen.recompute_us:
-            return f"its unit need give up nothing to {aim}"
+            return f"its unit does not have to give up anything to {aim}"
         return f"recomputing it would free {format_bytes(max(freed, 0))} for {more:.1f} us"
     return (
         f"its unit must give up {saved} to {aim}; what it recomputes takes "

@@ -1,1 +1,1 @@
-"""What a step spends time on: steps, tasks, prices, and when each of them runs."""
+"""The time of a step: steps, tasks, prices, and when each task runs."""

@@ -1,4 +1,4 @@
-"""What a step takes on a hardware: memory by tier, time, and what follows from both."""
+"""Forecasts: memory by tier and time of a step on a hardware, and the figures derived from both."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import FORWARD, JOINT, Planned, Program
 from zerofx.plan.sizes import format_bytes
 
-# From what is counted to what is measured: within 5 % on every cell of the memory matrix.
+# From counted to measured bytes: within 5 % on every cell of the memory matrix.
 MEMORY_LOW, MEMORY_HIGH = 0.97, 1.05
-# What a CUDA context, NCCL's buffers and the allocator's fragments take of a device.
+# Device memory used by the CUDA context, NCCL's buffers and the allocator's fragments.
 RESERVED_BYTES = {"cuda": 1536 << 20, "cpu": 0}
 
 
@@ -41,13 +41,13 @@ class Range:
     high: float
 
     def inverse(self, amount: float) -> Range:
-        """Return `amount` over this, whose largest is over the least."""
+        """Return `amount` divided by this range; its upper bound divides by the lower one."""
         return Range(*(amount / v if v else 0.0 for v in (self.high, self.middle, self.low)))
 
 
 @dataclass(frozen=True)
 class Shortage:
-    """A tier that cannot hold what it should, of one device or of one node."""
+    """A tier, of one device or of one node, that is too small for its content."""
 
     tier: str
     needed_bytes: int
@@ -60,16 +60,16 @@ class Shortage:
     def __str__(self) -> str:
         return (
             f"{self.tier}: {format_bytes(self.needed_bytes)} needed, "
-            f"{format_bytes(self.available_bytes)} there, "
+            f"{format_bytes(self.available_bytes)} available, "
             f"{format_bytes(self.missing_bytes)} missing"
         )
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """One rank's step: what it holds and when everything runs.
+    """One rank's step: its memory, and when every task runs.
 
-    samples, tokens: of one rank's micro-batch; tokens is 0 where inputs are no sequences.
+    samples, tokens: of one rank's micro-batch; tokens is 0 if inputs are not sequences.
     """
 
     program: Planned
@@ -86,7 +86,7 @@ class Forecast:
 
     @property
     def exposed_us(self) -> Range:
-        """Communication that no compute covers, in a step."""
+        """Exposed communication of a step: the time that no compute overlaps."""
         return self._like_step(self.timeline.exposed_communication_us)
 
     def _like_step(self, middle: float) -> Range:
@@ -102,12 +102,12 @@ class Forecast:
 
     @cached_property
     def flops(self) -> float:
-        """The operations of one rank's step, recomputed ones included."""
+        """The operations of one rank's step, including recomputed ones."""
         return sum(span.task.flops for span in self.timeline.spans)
 
     @cached_property
     def model_flops(self) -> float:
-        """The operations of one rank's step that the model itself asks for."""
+        """The operations of one rank's step that the model itself requires."""
         again = 0.0
         known: dict[tuple, float] = {}
         for gm in self.program.graphs.values():
@@ -134,18 +134,18 @@ class Forecast:
 
     @property
     def flops_per_s(self) -> Range:
-        """Operations a second and device, recomputed ones included."""
+        """Operations per second and device, including recomputed ones."""
         return self.step_us.inverse(1e6 * self.flops)
 
     @property
     def mfu(self) -> Range:
-        """The share of the device's rate on paper that the model's own operations reach."""
+        """The fraction of the device's nominal rate that the model's own operations reach."""
         rate = self.hardware.dense_flops_per_s.get(compute_format(self.program), 0.0)
         return self.step_us.inverse(1e6 * self.model_flops / rate if rate else 0.0)
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """The tiers that cannot hold what they should."""
+        """The tiers that are too small for their content."""
         hardware, sharing = self.hardware, self.sharing
         device = max(0, hardware.device_memory_bytes - RESERVED_BYTES[hardware.device_type])
         found = [
@@ -159,13 +159,13 @@ class Forecast:
 
     @property
     def host_bytes(self) -> int:
-        """What a rank holds in host memory; where that is the device's, all of it."""
+        """The host memory of a rank; if the host is the device, all of the rank's memory."""
         on_host = self.memory.host_bytes
         return on_host + (self.memory.peak_bytes if self.hardware.device_type == "cpu" else 0)
 
     @property
     def sharing(self) -> int:
-        """The ranks of one node."""
+        """The number of ranks per node."""
         return min(self.program.world_size, self.hardware.devices_per_node)
 
     def lane_bytes(self) -> dict[Lane, int]:
@@ -185,14 +185,14 @@ def forecast(
     keeps_results: bool = False,
     compiled: Compiled | None = None,
 ) -> Forecast:
-    """Return what a step of a finished program holds and takes on a hardware.
+    """Predict the memory and time of a step of a finished program on a hardware.
 
-    clips: the loop clips the global norm. optimizer_bytes: of optimizer state an element.
-    keeps_results: the loop holds all results to the end of the step, not the loss alone.
-    compiled: what the regions that Inductor compiled here allocate.
+    clips: the loop clips the global norm. optimizer_bytes: bytes of optimizer state per element.
+    keeps_results: the loop holds all results to the end of the step, rather than only the loss.
+    compiled: the allocations of the regions that Inductor compiled here.
 
     Raises:
-        UnpricedError: the hardware lacks what the schedule uses.
+        UnpricedError: the hardware lacks something that the schedule uses.
     """
     hardware.check_world(program.world_size)
     prices = Roofline.of(program.plan, hardware, program.world_size)
@@ -203,14 +203,14 @@ def forecast(
 
 
 def compute_format(program: Planned) -> str:
-    """Return the format that a program's products are in: "fp32", "fp16" or "bf16"."""
+    """Return the format of most of a program's products: "fp32", "fp16" or "bf16"."""
     layout = program.layout
     formats = [b.compute_dtype for b in layout.buckets]
     return FORMATS.get(max(formats, key=formats.count, default=torch.float32), "fp32")
 
 
 def batch(program: Program) -> tuple[int, int]:
-    """Return (samples, tokens) of a call: from its first input with a dimension of samples."""
+    """Return (samples, tokens) of a call, from its first input with a batch dimension."""
     graph = FORWARD if FORWARD in program.graphs else JOINT
     given = [value(n) for n in program.placeholders(graph, Role.INPUT)]
     tensors = [t for t in given if isinstance(t, torch.Tensor) and t.dim() > 0]

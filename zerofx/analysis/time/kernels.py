@@ -1,8 +1,9 @@
-"""What a region runs as: its kernels, each with its operations and the bytes that it moves.
+"""The kernels of a region, each with its operations and the bytes that it moves.
 
-Run op by op, every node but a view is a kernel. Inductor leaves matrix products, attention and the
-like alone and fuses what lies between them: all that is connected at the same depth, counted in
-such nodes, is one group, which reads what comes from outside once and writes what leaves it.
+Op by op, every node except a view is a kernel. Inductor leaves matrix products, attention and
+similar nodes alone and fuses the nodes between them. All connected nodes at the same depth, counted
+in such unfused nodes, form one group, which reads each outside value once and writes the values
+that leave it.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from zerofx.ir.graphs import alias_source, is_alias, is_fused, root_producer
 from zerofx.ir.meta import nbytes, value
 from zerofx.kernels.ops import FUSED
 
-# -- What a convolution multiplies, pass by pass: its result, and the gradients of what it reads ---
+# -- The products of a convolution, pass by pass: its result, and the gradients of its inputs ------
 
 
 FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 PASSES = (FORWARD, INPUT, WEIGHT)
-WINDOWS = {"1x1": 1, "3x3": 9}  # that were measured, and their pixels; the latter stands for others
+WINDOWS = {"1x1": 1, "3x3": 9}  # measured windows and their pixels; 3x3 represents all others
 _CONVOLUTION = torch.ops.aten.convolution.default
 _BACKWARD = torch.ops.aten.convolution_backward.default
 
 
 @dataclass(frozen=True)
 class ConvolutionPass:
-    """One of the products that a convolution is made of.
+    """One of the products of a convolution.
 
     direction: "forward", or "input" and "weight" for the gradient of either.
     rows: samples x pixels of the result. weight_numel: elements of the weight; `rows` times these
@@ -52,9 +53,10 @@ class ConvolutionPass:
 
 
 def passes(node: fx.Node) -> tuple[ConvolutionPass, ...]:
-    """Return what a convolution, or its backward, multiplies; nothing for other nodes.
+    """Return the products of a convolution, or of its backward; () for other nodes.
 
-    A transposed one multiplies as the gradient of an input does, and its gradient as a forward.
+    A transposed convolution multiplies like the gradient of an input, and its input gradient like a
+    forward.
     """
     if node.target not in (_CONVOLUTION, _BACKWARD):
         return ()
@@ -76,10 +78,10 @@ def passes(node: fx.Node) -> tuple[ConvolutionPass, ...]:
 
 
 def copied_bytes(node: fx.Node, leaves: bool) -> int:
-    """Return the bytes read and written to lay out a compiled forward's images and weights.
+    """Return the bytes moved to change the layout of a compiled forward's images and weights.
 
-    Inductor convolves on CPUs with channels last: what lies otherwise is copied before, and a
-    result that leaves the region is copied back by the kernel that reads it first.
+    Inductor convolves on CPUs in channels-last layout. Inputs in another layout are copied before,
+    and a result that leaves the region is copied back by the kernel that reads it first.
     """
     if node.target is not _CONVOLUTION:
         return 0
@@ -88,7 +90,7 @@ def copied_bytes(node: fx.Node, leaves: bool) -> int:
 
 
 def _has_channels_last(tensor: Tensor) -> bool:
-    """Tell whether a value lies as Inductor wants it; images of fewer than two sides do."""
+    """Return whether a value has Inductor's layout; this is the case for images with one side."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     form = formats.get(tensor.dim())
     return form is None or tensor.is_contiguous(memory_format=form)
@@ -108,7 +110,7 @@ PRODUCT, CONVOLUTION, ATTENTION, POINTWISE, REDUCTION, BATCH_NORM, LAYOUT, POOL,
     "matmul", "convolution", "attention", "pointwise", "reduction", "batch_norm", "layout", "pool",
     "other",
 )  # fmt: skip
-# -- What a region runs as: its kernels, each with its operations and the bytes that it moves ------
+# -- The kernels of a region, each with its operations and the bytes that it moves -----------------
 
 
 MULTIPLIES = (PRODUCT, CONVOLUTION, ATTENTION)
@@ -124,11 +126,12 @@ _HEAVY = ("exp", "tanh", "erf", "gelu", "silu", "sigmoid", "softmax", "log", "po
 class Kernel:
     """One kernel, or one group that a compiler fuses into a few.
 
-    kind: "matmul", "convolution", "attention", "pool", or by how it passes over memory:
-        "pointwise", "reduction", "batch_norm" (statistics of samples), "layout" (a copy that lies
-        in another order), "other".
-    nbytes: what it reads and writes. heavy_numel: elements of exponentials and the like, of a pool
-        those in all windows. dtype: in which it multiplies. convolution: which pass of one.
+    kind: "matmul", "convolution", "attention", "pool", or by its memory access:
+        "pointwise", "reduction", "batch_norm" (statistics of samples), "layout" (a copy into
+        another layout), "other".
+    nbytes: bytes read and written. heavy_numel: elements of exponentials and similar functions; for
+        a pool, the elements of all windows. dtype: format of its products. convolution: the pass of
+        a convolution.
     """
 
     kind: str
@@ -142,7 +145,7 @@ class Kernel:
 def kernels(nodes: Sequence[fx.Node], compiled: bool, on_cpu: bool = True) -> tuple[Kernel, ...]:
     """Return the kernels of a region's nodes, as Inductor fuses them or op by op.
 
-    on_cpu: Inductor makes CPU code, which copies what it convolves to another layout.
+    on_cpu: Inductor generates CPU code, which copies the inputs of convolutions to another layout.
     """
     work = [n for n in nodes if _works(n)]
     alone = [n for n in work if not compiled or _is_apart(n)]
@@ -159,7 +162,7 @@ def kernels(nodes: Sequence[fx.Node], compiled: bool, on_cpu: bool = True) -> tu
 
 
 def _passes(kernel: Kernel, node: fx.Node) -> list[Kernel]:
-    """Return a convolution's kernels, one a pass; other kernels as they are."""
+    """Return a convolution's kernels, one per pass; other kernels unchanged."""
     found = passes(node)
     parts = max(len(found), 1)
     return [
@@ -169,14 +172,14 @@ def _passes(kernel: Kernel, node: fx.Node) -> list[Kernel]:
 
 
 def _layouts(nodes: Sequence[fx.Node], alone: Sequence[fx.Node]) -> list[Kernel]:
-    """Return the copies that put what compiled convolutions read in the order that they want."""
+    """Return the copies that convert inputs of compiled convolutions to the required layout."""
     inside = set(nodes)
     sizes = (copied_bytes(n, _leaves(n, inside)) for n in alone)
     return [Kernel(LAYOUT, 0.0, size) for size in sizes if size]
 
 
 def kind_of(node: fx.Node) -> str:
-    """Return what kind of kernel a node is by itself."""
+    """Return the kind of kernel of a single node."""
     name = str(node.target)
     if "attention" in name:
         return ATTENTION
@@ -192,7 +195,7 @@ def kind_of(node: fx.Node) -> str:
 
 
 def node_flops(node: fx.Node) -> float:
-    """Return the operations of a node's matrix products; pointwise work counts as traffic only."""
+    """Return the operations of a node's matrix products; pointwise work counts only as traffic."""
     if node.target in FUSED:
         return _of_products(node)
     args, kwargs = pytree.tree_map(_value, (node.args, node.kwargs))
@@ -207,7 +210,7 @@ def _value(argument: Any) -> Any:
 
 
 def _of_attention(node: fx.Node) -> float:
-    """Two products forward, five backward, over query and key lengths (heads x queries x keys)."""
+    """Count two products forward, five backward, of size heads x queries x keys."""
     tensors = [v for n in node.all_input_nodes if isinstance(v := value(n), torch.Tensor)]
     full = [t for t in tensors if t.dim() == 4]
     if len(full) < 3:
@@ -219,7 +222,7 @@ def _of_attention(node: fx.Node) -> float:
 
 
 def _of_products(node: fx.Node) -> float:
-    """A fused loss head multiplies rows by its weight, three times as often in backward."""
+    """Count a fused loss head's product of rows and weight, three times as often in backward."""
     if "cross_entropy" not in str(node.target):
         return 0.0
     matrices = [v for n in node.all_input_nodes if isinstance(v := value(n), torch.Tensor)]
@@ -229,7 +232,7 @@ def _of_products(node: fx.Node) -> float:
 
 
 def _works(node: fx.Node) -> bool:
-    """Tell whether a node is a kernel: neither a view nor a part of a result."""
+    """Return whether a node is a kernel: neither a view nor a part of a result."""
     return (
         node.op == "call_function"
         and node.target is not operator.getitem
@@ -239,12 +242,12 @@ def _works(node: fx.Node) -> bool:
 
 
 def _is_apart(node: fx.Node) -> bool:
-    """Tell whether a compiler calls a kernel for this node instead of fusing it."""
+    """Return whether a compiler calls a kernel for this node instead of fusing it."""
     return is_fused(node) or kind_of(node) in _APART_KINDS
 
 
 def _groups(nodes: Sequence[fx.Node], fusible: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield what is fused: nodes of the same depth, connected by values or by what they read."""
+    """Yield fused groups: nodes of the same depth, connected by values or by common inputs."""
     depth: dict[fx.Node, int] = {}
     inside = set(nodes)
     for node in nodes:
@@ -269,12 +272,12 @@ def _groups(nodes: Sequence[fx.Node], fusible: Sequence[fx.Node]) -> Iterator[li
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the call whose memory a value lies in."""
+    """Return the call that owns the memory of a value."""
     return root_producer(alias_source(root_producer(node)))
 
 
 def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
-    """Weigh what a group reads from outside and what others read of it."""
+    """Sum the bytes that a group reads from outside and the bytes that others read of it."""
     inside = set(group)
     reads: dict[fx.Node, int] = {}
     for node in group:
@@ -296,14 +299,14 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
 
 
 def _window(node: fx.Node) -> int:
-    """Return how many elements a pool looks at for one of its result."""
+    """Return the number of elements that a pool reads per element of its result."""
     sides, dims = node.args[1], int(str(node.target).partition("_pool")[2][0])
     assert isinstance(sides, Sequence), sides
     return math.prod(sides) ** (dims if len(sides) == 1 else 1)  # type: ignore[arg-type]
 
 
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
-    """Tell whether something outside a group reads a node, also through views of it."""
+    """Return whether something outside a group reads a node, directly or through views."""
     todo = list(node.users)
     while todo:
         user = todo.pop()
@@ -317,7 +320,7 @@ def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _span(node: fx.Node) -> int:
-    """Return the bytes of memory that a value covers: of a broadcast one those that exist."""
+    """Return the bytes of memory that a value covers; a broadcast value's elements count once."""
     val = value(node)
     if not isinstance(val, torch.Tensor):
         return nbytes(val)
@@ -337,7 +340,7 @@ def _numel(node: fx.Node) -> int:
 
 
 def region_key(nodes: Sequence[fx.Node]) -> tuple:
-    """Return what two regions have alike that are priced alike: ops, wiring and shapes."""
+    """Return the key of a region's price: ops, wiring and shapes."""
     number = {n: i for i, n in enumerate(nodes)}
     return tuple(
         (

@@ -1,8 +1,8 @@
-"""What a recording found of a program: every step of its schedule with its times, plain values.
+"""Measured steps: a recording of a program, with the times of every step as plain values.
 
-Times are in microseconds. A span's place is that in one step, the typical one (of median length,
-or of all ranks' median where several are looked at); how long it takes is a median over all steps
-recorded, with the least and the most.
+Times are in microseconds. The position of a span is that in one typical step (of median length, or
+of all ranks' median if several ranks are compared). Its duration is a median over all recorded
+steps, with the minimum and maximum.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ FORMAT = 2
 class MeasuredSpan:
     """One step of a schedule as it was measured.
 
-    kind: as a Step's, but that a "transfer" lasts from its launch to the end of its wait, by when
-        it has arrived, unless it `is_own`: noted as it began to move and had arrived. The launch
-        and the wait are spans too: what the host, or the compute, gave.
-    nbytes: what was noted to move.
-    host_us: how long the host was in the call. ops: its most expensive operators, with their times.
-    places: its begin and end in each step recorded, None where a step had none.
+    kind: as for a Step, except that a "transfer" lasts from its launch to the end of its wait, by
+        which it has arrived. If it `is_own`, its begin and end were recorded themselves. The launch
+        and the wait are spans too: the time of the host, or of the compute.
+    nbytes: the bytes recorded as moved.
+    host_us: time that the host spent in the call. ops: its most expensive operators, with their
+        times.
+    places: its begin and end in each recorded step, None for a step without it.
     """
 
     name: str
@@ -56,8 +57,8 @@ class MeasuredSpan:
 class MeasuredMemory:
     """The live tensor bytes of one step.
 
-    peak_bytes: the most at once. held: span's name -> the most during it. unsure_bytes: how much
-        higher the peak may be, by blocks that went at an unknown time, freed by another thread.
+    peak_bytes: the peak. held: span's name -> the most bytes during it. unsure_bytes: the possible
+        underestimate of the peak, from blocks that another thread freed at an unknown time.
     """
 
     peak_bytes: int
@@ -69,10 +70,11 @@ class MeasuredMemory:
 class Measured:
     """One program's steps on one rank.
 
-    identity: what tells its program from others. steps_us: of each step recorded, from the begin of
-        its forward to the next one's. functions_us: graph -> the median of the whole function.
-        walls_ns: when each step began, so that ranks can be laid side by side. typical: which step
-        the spans' places are of. memory: of one more step, where it was asked for.
+    identity: the properties that identify the program. steps_us: time of each recorded step, from
+        the begin of its forward to that of the next one. functions_us: graph -> the median of the
+        whole function.
+    walls_ns: when each step began, to align ranks. typical: the index of the step
+        whose positions the spans have. memory: of an additional step, if it was requested.
     """
 
     model: str
@@ -95,11 +97,11 @@ class Measured:
 
     @property
     def exposed_us(self) -> float:
-        """How long the compute waited for transfers in a step, by the medians."""
+        """The time that compute waits for transfers in a step, as a sum of medians."""
         return sum(s.us for s in self.spans if s.kind == "wait")
 
     def at(self, step: int) -> Measured:
-        """Return the same with every span at its place in another of the steps."""
+        """Return a copy with every span at its position in another step."""
         spans = []
         for span in self.spans:
             start, end = span.places[step] or (span.start_us, span.end_us)
@@ -110,17 +112,17 @@ class Measured:
         return {s.name: s for s in self.spans}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, which `from_dict` takes back."""
+        """Return plain values, which `from_dict` accepts."""
         return {"format": FORMAT, **dataclasses.asdict(self), "step_us": self.step_us} | {
             "spans": [{**dataclasses.asdict(s), "lane": s.lane.value} for s in self.spans],
         }
 
     @classmethod
     def from_dict(cls, said: dict[str, Any]) -> Measured:
-        """Return what `to_dict` wrote.
+        """Restore what `to_dict` returned.
 
         Raises:
-            RecordingError: it is of another format, or no recording.
+            RecordingError: the values have another format, or are not a recording.
         """
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             found = said.get("format") if isinstance(said, dict) else type(said).__name__
@@ -176,7 +178,7 @@ _MEASURED = schema.record(
 
 
 def _check_steps(said: dict[str, Any]) -> None:
-    """Raise unless a recording has as many steps everywhere."""
+    """Raise unless all parts of a recording have the same number of steps."""
     num = len(said["steps_us"])
     if said["typical"] >= num or len(said["walls_ns"]) != num:
         raise schema.FormError(f"typical and walls_ns are not of the {num} steps in steps_us")
@@ -186,9 +188,9 @@ def _check_steps(said: dict[str, Any]) -> None:
 
 
 def same_step(ranks: Sequence[Measured]) -> list[Measured]:
-    """Return what ranks measured with the places of one step: of median length over all of them.
+    """Return the ranks' measurements with the positions of one step: the median over all ranks.
 
-    Ranks that recorded different numbers of steps stay as they are.
+    Ranks that recorded different numbers of steps are returned unchanged.
     """
     num = len(ranks[0].steps_us)
     if len(ranks) < 2 or any(len(m.steps_us) != num for m in ranks):
@@ -206,7 +208,7 @@ def _span(said: dict[str, Any]) -> MeasuredSpan:
 
 
 def identity_of(program: Planned) -> dict[str, Any]:
-    """Return what a recording must have in common with a program to be shown beside it."""
+    """Return the properties that a recording must share with a program to be shown next to it."""
     graph = next(iter(program.graphs))
     inputs = {
         info(n).name or n.name: describe(value(n)) for n in program.placeholders(graph, Role.INPUT)
@@ -222,15 +224,15 @@ def identity_of(program: Planned) -> dict[str, Any]:
 
 
 def check_same(measured: Measured, program: Planned) -> None:
-    """Check that a recording is of this program.
+    """Check that a recording belongs to this program.
 
     Raises:
-        RecordingError: it is not; every difference is named with both values.
+        RecordingError: it does not; the message lists every difference with both values.
     """
     found = _differences(measured.identity, identity_of(program))
     if found:
         raise RecordingError(
-            f"the recording is of another program than {program.model_name}: "
+            f"the recording belongs to a program other than {program.model_name}: "
             + "; ".join(f"{what} is {a} there and {b} here" for what, a, b in found)
             + "; record this one, or ask for the program that was recorded"
         )

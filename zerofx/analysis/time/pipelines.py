@@ -1,4 +1,4 @@
-"""What a step of a whole pipeline takes: the schedule of its stages, run on paper with prices."""
+"""Pipeline forecasts: the schedule of all stages, run on paper with prices."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ from zerofx.layout.buckets import Layout
 from zerofx.policy import schedules
 from zerofx.policy.schedules import Action
 
-STEADY = 3  # micro-batches from which it is seen what the first, the next and the last one take
+STEADY = 3  # micro-batches needed to price the first, the middle and the last one
 
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What one pipeline stage takes by itself, in microseconds.
+    """The times of one pipeline stage by itself, in microseconds.
 
     forward, backward: of a micro-batch. last_backward: of the one that reduces the gradients.
-    end: of what is left after it: reductions under way, and the optimizer's step. lane_bytes: what
-    each lane moves in the first micro-batch, in one between, and in the last one and the step.
+    end: the time after it: reductions in flight, and the optimizer's step. lane_bytes: the bytes
+        that each lane moves in the first micro-batch, in a middle one, and in the last one with the
+        step.
     """
 
     forward: float
@@ -49,7 +50,7 @@ class StageTimes:
     lane_bytes: tuple[Mapping[Lane, int], ...]
 
     def moved(self, micro_batches: int) -> dict[Lane, int]:
-        """Return what each lane moves in a step."""
+        """Return the bytes that each lane moves in a step."""
         first, between, last = self.lane_bytes
         counts = (1 if micro_batches > 1 else 0, max(micro_batches - 2, 0), 1)
         lanes = dict.fromkeys([*first, *between, *last])
@@ -73,7 +74,7 @@ class TimedAction:
 
 
 def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> StageTimes:
-    """Return what a stage's forward, backward and step take, all that it is sent being there."""
+    """Return the times of a stage's forward, backward and step if all its inputs have arrived."""
     looped = replace(program, loop=Loop(STEADY, no_sync=True))
     found = timeline(tasks(looped, prices, clips))
     ends: dict[tuple[str, int], float] = {}
@@ -98,7 +99,7 @@ def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> Stag
 
 
 def _micro(span: Span) -> int:
-    """Return of which micro-batch a task is: its name says so, but for the first."""
+    """Return the micro-batch of a task, from its name; the name of the first one has no number."""
     found = re.search(r" #(\d+)", span.task.name)
     return int(found[1]) if found else 0
 
@@ -106,11 +107,11 @@ def _micro(span: Span) -> int:
 def run_on_paper(
     orders: Sequence[Sequence[Action]], times: Sequence[StageTimes], wires: Mapping[Wire, float]
 ) -> list[list[TimedAction]]:
-    """Return when each stage runs its actions: each once the one before it is done, and all that
-    it reads has come.
+    """Return when each stage runs its actions: each after the previous one, once its inputs have
+    arrived.
 
-    orders: of each stage. wires: what travels, with the time that it is on its way. What is sent
-    is taken to wait for no receiver: `verify` proves that none waits for good.
+    orders: of each stage. wires: the values sent, with their transfer times. Sends are
+    assumed not to wait for the receiver: `verify` proves that none waits forever.
     """
     micro_batches = 1 + max((a.micro_batch for order in orders for a in order), default=0)
     done: dict[tuple[int, Action], float] = {}
@@ -140,11 +141,11 @@ def run_on_paper(
 
 @dataclass(frozen=True)
 class PipelineForecast:
-    """A step of all stages of a pipeline: what each holds, and when each runs.
+    """A step of all stages of a pipeline: the memory of each, and when each runs.
 
-    stages: the forecast of each stage's program by itself, as if it waited for no other. times:
-    what each takes of it. runs: the actions of each stage in one call, with their times.
-    micro_batches: of a call. calls: of a step.
+    stages: the forecast of each stage's program by itself, as if it never waited for others. times:
+    the times taken from it. runs: the actions of each stage in one call, with their times.
+    micro_batches: per call. calls: per step.
     """
 
     stages: tuple[Forecast, ...]
@@ -155,7 +156,7 @@ class PipelineForecast:
 
     @property
     def program(self) -> Planned:
-        """The first stage's program; plan, world and hardware are those of all."""
+        """The first stage's program; plan, world and hardware are the same for all."""
         return self.stages[0].program
 
     @property
@@ -164,7 +165,7 @@ class PipelineForecast:
 
     @property
     def fullest(self) -> int:
-        """The position of the stage whose ranks hold most."""
+        """The position of the stage with the highest peak memory."""
         return max(range(len(self.stages)), key=lambda i: self.stages[i].memory.peak_bytes)
 
     @property
@@ -177,33 +178,33 @@ class PipelineForecast:
 
     @cached_property
     def ends_us(self) -> tuple[float, ...]:
-        """When each stage has ended its step."""
+        """The time at which each stage ends its step."""
         before = (self.calls - 1) * max(runs[-1].end_us for runs in self.runs)
         pairs = zip(self.runs, self.times, strict=True)
         return tuple(before + runs[-1].end_us + t.end for runs, t in pairs)
 
     @cached_property
     def busy_us(self) -> tuple[float, ...]:
-        """What each stage works in a step, the optimizer's step with it."""
+        """The working time of each stage in a step, including the optimizer's step."""
         pairs = zip(self.runs, self.times, strict=True)
         works = ((sum(r.end_us - r.start_us for r in runs), t.end) for runs, t in pairs)
         return tuple(self.calls * each + end for each, end in works)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The share of the step in which each stage waits for others."""
+        """The fraction of the step in which each stage waits for others."""
         step = max(self.ends_us)
         return tuple(1 - busy / step if step else 0.0 for busy in self.busy_us)
 
     @property
     def step_us(self) -> Range:
-        """The step, with the bounds that the slowest stage's own tasks have."""
+        """The step, with the relative bounds of the slowest stage's own tasks."""
         slowest = max(self.stages, key=lambda f: f.step_us.middle).step_us
         return self._like(slowest, max(self.ends_us))
 
     @property
     def idle_us(self) -> Range:
-        """What stages wait for others in a step, on average."""
+        """The average time per step that stages wait for others."""
         waits = max(self.ends_us) * sum(self.idle) / len(self.stages)
         return self._like(self.step_us, waits)
 
@@ -216,7 +217,7 @@ class PipelineForecast:
 
     @property
     def exposed_us(self) -> Range:
-        """Communication within a stage that no compute covers: of the stage with the most."""
+        """Exposed communication within a stage, overlapped by no compute: of the worst stage."""
         return max((f.exposed_us for f in self.stages), key=lambda found: found.middle)
 
     @property
@@ -226,7 +227,7 @@ class PipelineForecast:
 
     @property
     def _flops(self) -> float:
-        """The operations of a step, on average over the stages."""
+        """The operations of a step, averaged over the stages."""
         return sum(f.flops for f in self.stages) / len(self.stages)
 
     @property
@@ -243,19 +244,19 @@ class PipelineForecast:
 
     @property
     def flops_per_s(self) -> Range:
-        """Operations a second and device, recomputed ones included, on average over the stages."""
+        """Operations per second and device, including recomputed ones, averaged over the stages."""
         return self.step_us.inverse(1e6 * self._flops)
 
     @property
     def mfu(self) -> Range:
-        """The share of the device's rate on paper that the model's own operations reach."""
+        """The fraction of the device's nominal rate that the model's own operations reach."""
         rate = self.hardware.dense_flops_per_s.get(compute_format(self.program), 0.0)
         model = sum(f.model_flops for f in self.stages) / len(self.stages)
         return self.step_us.inverse(1e6 * model / rate if rate else 0.0)
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
-        """The tiers that cannot hold what they should, of the stage that misses most of each."""
+        """The tiers that are too small for their content; for each, the stage that lacks most."""
         worst: dict[str, Shortage] = {}
         for position, found in enumerate(self.stages):
             for each in found.shortages:
@@ -266,7 +267,7 @@ class PipelineForecast:
         return tuple(worst.values())
 
     def lane_bytes(self) -> dict[Lane, int]:
-        """Return the bytes that each lane moves in a step: of the rank that moves most on it."""
+        """Return the bytes that each lane moves in a step, of the rank that moves most on it."""
         found: dict[Lane, int] = {}
         for times in self.times:
             for lane, moved in times.moved(self.program.loop.accumulation).items():
@@ -276,7 +277,7 @@ class PipelineForecast:
 
     @property
     def sent_bytes(self) -> int:
-        """What the rank that sends most to other stages sends them in a step."""
+        """The most bytes that a rank sends to other stages in a step."""
         wires = self.program.stage.wires
         each = Counter[int]()
         for wire in wires:
@@ -292,9 +293,9 @@ def pipeline_forecast(
     keeps_results: bool = False,
     compiled: Sequence[Any] | None = None,
 ) -> PipelineForecast:
-    """Return what a step of a pipeline holds and takes; arguments are as of `forecast`.
+    """Predict the memory and time of a pipeline's step; arguments are those of `forecast`.
 
-    programs: those of all stages, in order, each of one micro-batch.
+    programs: the programs of all stages, in order, each of one micro-batch.
     """
     parallel, layout = programs[0].plan.parallel, programs[0].layout
     num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
@@ -317,7 +318,7 @@ def pipeline_forecast(
 
 
 def wire_us(wire: Wire, hardware: Hardware, layout: Layout) -> float:
-    """Return how long a value is on its way between the ranks of two stages."""
+    """Return the transfer time of a value between the ranks of two stages."""
     stride = layout.mesh.stride("pipeline") * abs(wire.target - wire.source)
-    # each of two ranks that gather receives as much from the other
+    # of two ranks that gather, each receives as much from the other
     return collective_us(hardware, "all_gather", 2 * nbytes(wire.value), 2, stride)

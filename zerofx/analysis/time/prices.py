@@ -1,14 +1,14 @@
-"""The cost model: what computing, moving and updating take on a hardware.
+"""The cost model: the time of compute, transfers and updates on a hardware.
 
-Passes, predictions and searches all ask it. A kernel takes the longer of its arithmetic and its
-memory traffic, each at the share of the paper's rate that the hardware's curves give for its size.
-Curves are optional: each constant below says which curve it replaces.
+Passes, predictions and searches all use it. A kernel takes the longer of its arithmetic and its
+memory traffic, each at the fraction of the nominal rate that the hardware's curves give for its
+size. Curves are optional: each constant below names the curve that it replaces.
 
-A collective takes what was measured, else latency and bandwidth. On equal slices a ring all-gather
-or reduce-scatter of n bytes passes n * (w - 1) / w through each rank, and n * (nodes - 1) / nodes
-through each node's ports; an all-reduce is one of each. A tree takes all-reduces of little data,
-whose latency grows with the logarithm only. What lies within nodes goes at the speed of their
-links, at the same time as what goes between nodes.
+A collective takes its measured time or, without a measurement, latency plus size over bandwidth. On
+equal slices, a ring all-gather or reduce-scatter of n bytes passes n * (w - 1) / w through each
+rank, and n * (nodes - 1) / nodes through each node's ports; an all-reduce is one of each. Small
+all-reduces use a tree, whose latency grows only with the logarithm. Traffic within nodes runs at
+the speed of their links, concurrently with the traffic between nodes.
 """
 
 from __future__ import annotations
@@ -39,16 +39,17 @@ from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
 
 _US = 1e6  # microseconds per second
-NCCL_SHARE = 0.85  # of a link's rate, that large messages reach
-# From the middle of a price to its ends: together under the 30 % that a range may be wide.
+NCCL_SHARE = 0.85  # fraction of a link's rate that large messages reach
+# From the middle of a price to its bounds: together below the 30 % that a range may span.
 LOW, HIGH = 0.87, 1.15
 FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Without a curve: what large products and streaming kernels reach of a data sheet's rates.
+# Without a curve: the fraction of a data sheet's rates that large products and streaming kernels
+# reach.
 PRODUCT_SHARE, MEMORY_SHARE = 0.7, 0.85
-# An attention kernel without a curve of its own, of what a product of as many operations reaches.
+# Without a curve: the rate of an attention kernel relative to a product of as many operations.
 ATTENTION_SHARE = 0.6
-ADAM_BYTES = 28  # an element: parameter, gradient, two moments read; all but the gradient written
-# Calls by themselves, in launches: guards, agreement between ranks, autograd, results.
+ADAM_BYTES = 28  # per element: reads parameter, gradient, two moments; writes all but the gradient
+# The fixed cost of calls, in launches: guards, agreement between ranks, autograd, results.
 CALLS = {"forward": 12, "backward": 12, "step": 8}
 
 
@@ -56,7 +57,7 @@ CALLS = {"forward": 12, "backward": 12, "step": 8}
 class Roofline:
     """Prices of one plan's tasks on one hardware; equal regions are priced once.
 
-    compiled: regions are what Inductor makes of them, else they run op by op.
+    compiled: regions are compiled by Inductor; otherwise they run op by op.
     """
 
     hardware: Hardware
@@ -66,7 +67,7 @@ class Roofline:
 
     @classmethod
     def of(cls, plan: Plan, hardware: Hardware, world_size: int) -> Roofline:
-        """Return the prices of a plan's tasks, its regions run as it says."""
+        """Return the prices of a plan's tasks, with its regions run as the plan says."""
         is_compiled = plan.kernels == "inductor" and not plan.debug
         return cls(hardware, world_size, is_compiled)
 
@@ -76,22 +77,22 @@ class Roofline:
 
     @property
     def sharing(self) -> int:
-        """The ranks of one node, which share its host, its disks and its network."""
+        """The number of ranks per node, which share its host, its disks and its network."""
         return min(self.world_size, self.hardware.devices_per_node)
 
     def _curve(self, name: str) -> Curve | None:
-        """Return a curve, that of as many ranks side by side as share a node where there is one."""
+        """Return a curve, if possible the one measured with as many ranks as share a node."""
         beside = self.hardware.curve(f"{name}.{self.sharing}") if self.sharing > 1 else None
         return beside or self.hardware.curve(name)
 
     @property
     def _crowd(self) -> float:
-        """How many times longer a region takes beside those of the other ranks of its node."""
+        """The slowdown of a region by the other ranks of its node."""
         curve = self.hardware.curve("crowd")
         return 1.0 if curve is None else curve.at(self.sharing)
 
     def _alone(self, name: str) -> Curve | None:
-        """Return the curve of one rank alone where it is known what ranks take from each other."""
+        """Return the curve of a single rank if the slowdown by other ranks is known."""
         is_known = self.hardware.curve("crowd") is not None
         return self.hardware.curve(name) if is_known else self._curve(name)
 
@@ -110,7 +111,7 @@ class Roofline:
 
     @property
     def _calls_are_known(self) -> bool:
-        """Tell whether what a region's call itself takes is in a measured curve of whole calls."""
+        """Return whether a measured curve of whole calls includes the cost of a region's call."""
         return any(name.startswith("call.") for name in self.hardware.curves)
 
     def node_us(self, node: fx.Node) -> float:
@@ -149,7 +150,8 @@ class Roofline:
         return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)
 
     def _grid(self, found: ConvolutionPass, form: str) -> float | None:
-        """Return a convolution's share, between curves of its pass and window by their weights."""
+        """Return a convolution's share, interpolated by weight between curves of pass and
+        window."""
         start = f"convolution.{form}.{found.direction}.{found.window}."
         ends = (name[len(start) :] for name in self.hardware.curves if name.startswith(start))
         points = [
@@ -175,7 +177,7 @@ class Roofline:
         return _price(CALLS[graph] * self.hardware.launch_us, calls=CALLS[graph])
 
     def touch(self, nbytes: int, tier: Tier = Tier.DEVICE) -> Price:
-        """Price a pass over what was made long before, so that no cache holds it."""
+        """Price a pass over memory that was written long before, so that no cache holds it."""
         rate = self.hardware.host_memory_bytes_per_s * MEMORY_SHARE / self.sharing
         if tier is Tier.DEVICE:
             rate = self._streaming_rate(nbytes)
@@ -183,7 +185,7 @@ class Roofline:
         return _price(_US * nbytes / rate + own, nbytes)
 
     def _streaming_rate(self, nbytes: int) -> float:
-        """Return bytes a second of a pass over device memory that is in no cache."""
+        """Return the bytes per second of a pass over device memory that is in no cache."""
         if not self.is_inline:
             return self._memory_rate("copy", nbytes)
         alone = self.hardware.memory_bytes_per_s
@@ -196,7 +198,7 @@ class Roofline:
         found = nearest_world(self.hardware, f"beside.{kind}.", ranks)
         if not self.is_inline:
             return _price(0.0)
-        if found is None:  # the cores that compute send as well
+        if found is None:  # the compute cores also send
             return _price(collective_us(self.hardware, kind, nbytes, ranks, 1))
         return _price(found.curve.time_at(max(nbytes, 1)) * found.direct(ranks))
 
@@ -218,8 +220,8 @@ class Roofline:
             if not whole:
                 raise UnpricedError(
                     f"the plan moves {format_bytes(nbytes)} at a time {'from' if reads else 'to'} "
-                    f"NVMe, and {hardware.name} has none; take another tier, or hardware that says "
-                    "how fast its NVMe is (zerofx doctor --calibrate measures this machine's)"
+                    f"NVMe, and {hardware.name} has none. Use another tier, or hardware "
+                    "with NVMe rates (zerofx doctor --calibrate measures this machine's)"
                 )
             rate = whole / self.sharing
             curve = hardware.curve("nvme_read" if reads else "nvme_write")
@@ -236,7 +238,7 @@ class Roofline:
 
 
 def _line(curve: Curve, x: float) -> float:
-    """Return the value at `x` on the line through the first point of a curve and its last."""
+    """Return the value at `x` on the line through the first and the last point of a curve."""
     (x0, v0), (x1, v1) = curve.points[0], curve.points[-1]
     return v0 if x1 == x0 else max(v0 + (x - x0) * (v1 - v0) / (x1 - x0), 0.0)
 
@@ -248,9 +250,9 @@ def _price(us: float, nbytes: int = 0, flops: float = 0.0, calls: int = 1) -> Pr
 # -- collectives ----------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Axis:
-    """How the ranks of a collective lie over nodes.
+    """The distribution of a collective's ranks over nodes.
 
-    within: ranks of the axis on one node. nodes: over how many they lie. beside: axes like it
+    within: ranks of the axis per node. nodes: the number of nodes. beside: equal axes
         that use one node's ports at the same time.
     """
 
@@ -260,7 +262,7 @@ class Axis:
 
     @classmethod
     def of(cls, hardware: Hardware, ranks: int, stride: int) -> Axis:
-        """Lay `ranks` ranks, each `stride` from the next, over nodes that are filled in order."""
+        """Place `ranks` ranks, each `stride` from the next, on nodes that are filled in order."""
         per_node = hardware.devices_per_node
         within = min(ranks, max(per_node // stride, 1))
         return cls(within, math.ceil(ranks / within), min(stride, per_node))
@@ -290,12 +292,12 @@ class Measured:
     world: int
 
     def direct(self, ranks: int) -> float:
-        """Return by what to multiply it for another world, where each sends to each other."""
+        """Return the factor for another world size if each rank sends to each other."""
         return (ranks - 1) / (self.world - 1)
 
 
 def nearest_world(hardware: Hardware, prefix: str, ranks: int) -> Measured | None:
-    """Return the curve `prefix` + world whose world is nearest to `ranks`, None without any."""
+    """Return the curve `prefix` + world whose world is nearest to `ranks`, or None."""
     worlds = [int(n.removeprefix(prefix)) for n in hardware.curves if n.startswith(prefix)]
     if not worlds:
         return None
@@ -313,7 +315,7 @@ def _measured_us(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> floa
 
 
 def _ring_us(hardware: Hardware, nbytes: int, ranks: int, axis: Axis) -> float:
-    """Return the time of a ring all-gather: the slower of links and network, and all hops."""
+    """Return the time of a ring all-gather: the slower of links and network, plus all hops."""
     passed = nbytes * (ranks - 1) / ranks
     within = passed / (hardware.node_link_bytes_per_s * NCCL_SHARE) if axis.within > 1 else 0.0
     between, hops = 0.0, (axis.within - 1) * axis.nodes * hardware.node_latency_us

@@ -1,4 +1,4 @@
-"""The schedule's steps: one a region, launch, wait or release, in the order in which they run."""
+"""The schedule's steps: one per region, launch, wait or release, in execution order."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class Step:
     """One step of a schedule.
 
     kind: "region", "pack", "launch", "wait", "release", "update" or "sync".
-    verb: what a launch is called: "AG", "RS", "AR", "BC", "D2H", "H2D", "RD" or "WR".
-    bucket: whose parameters it moves; of a copy to or from the host, the number of its value.
-    heaviest: the costliest op of a region, empty where there is none to name.
-    is_value: a copy of a value, which `bucket` numbers, not of a bucket's shard or gradient.
-    resident_bytes: the most that the rank holds during the step.
-    name: unique in the program, and by which what was measured of a step is known: "forward region
+    verb: the kind of a launch: "AG", "RS", "AR", "BC", "D2H", "H2D", "RD" or "WR".
+    bucket: the bucket that it moves; for a copy to or from the host, the number of its value.
+    heaviest: the most expensive op of a region, or "" if there is none to name.
+    is_value: it copies a value, which `bucket` numbers, rather than a bucket's shard or gradient.
+    resident_bytes: the most bytes that the rank holds during the step.
+    name: unique in the program; it identifies measurements of a step: "forward region
         3", "forward AG b0" (a launch, and what it moves), "forward AG b0 wait".
-    times: the first of `Memory.life`'s times that are the step's, and the one behind its last.
+    times: the step's half-open range of `Memory.life`'s times.
     """
 
     index: int
@@ -54,7 +54,7 @@ class Step:
 
 @dataclass(frozen=True)
 class StepList:
-    """All steps of forward and backward, and the memory they were measured against."""
+    """All steps of forward and backward, and the memory report they were computed with."""
 
     steps: tuple[Step, ...]
     memory: Memory
@@ -65,7 +65,7 @@ class StepList:
         return next((s.index for s in self.steps if s.resident_bytes == peak), 0)
 
 
-_HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # dearest first
+_HEAVY = ("convolution", "mm", "attention", "embedding", "norm", "softmax")  # most expensive first
 
 
 def schedule(
@@ -88,7 +88,7 @@ def schedule(
 
 
 def _name(step: Step) -> str:
-    """Say which step of the program it is, but for what may occur twice."""
+    """Return the name of a step, which several steps may share."""
     if step.kind == "region":
         return f"{step.graph} region {step.region}"
     if step.kind == "sync":
@@ -100,7 +100,7 @@ def _name(step: Step) -> str:
 
 
 def _groups(program: Planned, report: Memory) -> Iterator[tuple[str, list[fx.Node], int]]:
-    """Yield (graph, nodes, time of the first) of each step; the rest joins the step before."""
+    """Yield (graph, nodes, time of the first) for each step; other nodes join the previous step."""
     nodes: list[fx.Node] = []
     graph, first, key = "", 0, None
     for time, (where, node) in enumerate(report.life.nodes):
@@ -117,7 +117,7 @@ def _groups(program: Planned, report: Memory) -> Iterator[tuple[str, list[fx.Nod
 
 
 def _key(graph: str, node: fx.Node) -> tuple | None:
-    """Return what tells a step from the next; None for nodes that take no step of their own."""
+    """Return the key of a node's step, or None for nodes without a step of their own."""
     if node.op != "call_function" or is_glue(node):
         return None
     kind = kind_of(node)
@@ -150,6 +150,6 @@ def _unit(nodes: list[fx.Node]) -> str:
 
 
 def _heaviest(nodes: list[fx.Node]) -> str:
-    """Name the dearest kind of op among `nodes`: `convolution`, `mm`, `attention`."""
+    """Return the most expensive kind of op among `nodes`: `convolution`, `mm`, `attention`."""
     names = {str(getattr(n.target, "__name__", n.target)) for n in nodes}
     return next((word for word in _HEAVY if any(word in name for name in names)), "")

@@ -24,14 +24,14 @@ from zerofx.policy.shard_copies import SentAs
 from zerofx.policy.staging import Move
 from zerofx.runtime.tiers.homes import ADAMW_STATES
 
-# -- Tasks: what a step spends time on, each on one lane, with what must have ended before it ------
+# -- Tasks: units of a step's time, each on one lane, with the tasks that must end before it -------
 
 
 @dataclass(frozen=True)
 class Price:
-    """What one task takes: its time from the least to the most, and what it works on.
+    """The cost of one task: its time with lower and upper bounds, and its bytes and operations.
 
-    calls: launches of kernels that it is made of.
+    calls: number of its kernel launches.
     """
 
     low_us: float = 0.0
@@ -43,9 +43,9 @@ class Price:
 
 
 class Prices(Protocol):
-    """What tasks cost on a machine.
+    """The costs of tasks on a machine.
 
-    is_inline: the host computes, and copies are made by the cores that do, so that nothing hides
+    is_inline: the host computes, and copies use the same cores, so that nothing hides
         them.
     """
 
@@ -56,44 +56,40 @@ class Prices(Protocol):
         """Price the call of a region."""
 
     def launch(self, calls: int) -> Price:
-        """Price the host's time for that many launches beside the device's work."""
+        """Price the host's time for that many launches, in addition to the device's work."""
 
     def call(self, graph: str, regions: int, ranks: int) -> Price:
-        """Price what a call of a graph of so many regions, or a step of the optimizer, takes by
-        itself.
-        """
+        """Price the fixed cost of calling a graph of that many regions, or of an optimizer step."""
 
     def touch(self, nbytes: int, tier: Tier = Tier.DEVICE) -> Price:
-        """Price a pass that reads and writes so many bytes of a tier's memory in all."""
+        """Price a pass that reads and writes that many bytes of a tier's memory in total."""
 
     def collective(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
-        """Price a collective over `ranks` ranks that are `stride` apart; bytes of the full
-        buffer.
-        """
+        """Price a collective over `ranks` ranks, `stride` apart; nbytes: the full buffer."""
 
     def beside(self, kind: str, nbytes: int, ranks: int) -> Price:
-        """Price what a collective takes from the compute beside it."""
+        """Price the slowdown of compute by a concurrent collective."""
 
     def arrival(self, nbytes: int, ranks: int) -> Price:
-        """Price what a rank does with a reduced slice of so many bytes that has arrived."""
+        """Price a rank's work on a reduced slice of that many bytes after its arrival."""
 
     def copy(self, lane: Lane, nbytes: int) -> Price:
         """Price a copy on a lane between device, host and NVMe."""
 
     def update(self, tier: Tier, numel: int) -> Price:
-        """Price the optimizer's update of so many elements that live on a tier."""
+        """Price the optimizer's update of that many elements on a tier."""
 
 
 @dataclass(frozen=True)
 class Task:
     """One region call, transfer or update, in the order in which the schedule launches them.
 
-    name: unique within a step, and the same whatever the prices: `forward region 3`, `backward RS
-        b2`; of later micro-batches with ` #1`, ...
+    name: unique within a step, and independent of the prices: `forward region 3`, `backward RS
+        b2`; with ` #1`, ... for later micro-batches.
     kind: "region", "pack", "transfer", "arrival", "store", "update", "clip", "call", "launch",
         "cast" or "beside".
-    graph: "forward", "backward" or "step". bucket: of a value's copy, the value's number.
-    layer: number of the layer, where several are identical.
+    graph: "forward", "backward" or "step". bucket: for a value's copy, the value's number.
+    layer: number of the layer, if several are identical.
     needs: tasks that must have ended.
     """
 
@@ -117,10 +113,11 @@ class Task:
 
 @dataclass
 class TaskList:
-    """Tasks as they are found, with where the compute lane and the host stand.
+    """The list of tasks under construction, with the ends of the compute lane and of the host.
 
-    compute, host: the last task of either. ended: what has ended before the next task of the
-        compute lane, beside the last one there. wires: the last collective over each mesh axis.
+    compute, host: the last task of either. ended: tasks that must end before the next task of the
+        compute lane, in addition to its previous one. wires: the last collective over each mesh
+        axis.
     """
 
     prices: Prices
@@ -159,7 +156,7 @@ class TaskList:
         self, kind: str, name: str, price: Price, where: Info | None = None, region: int = -1,
         needs: Iterable[int] = (),
     ) -> int:  # fmt: skip
-        """Append a task of the compute lane, behind all that was waited for."""
+        """Append a task of the compute lane, after everything that was waited for."""
         if not self.prices.is_inline:
             self.hosts("launch", f"launch {name}", self.prices.launch(price.calls), where)
         before = [self.compute, self.host, *self.ended, *needs]
@@ -171,7 +168,7 @@ class TaskList:
         self, kind: str, name: str, price: Price, where: Info | None = None,
         needs: Iterable[int] = (),
     ) -> None:  # fmt: skip
-        """Append what the host itself does or waits for; in line, that is the compute lane."""
+        """Append work or a wait of the host; if copies are inline, this is the compute lane."""
         if self.prices.is_inline:
             self.ended.update(needs)
             if price.us > 0.0:
@@ -183,9 +180,9 @@ class TaskList:
         self, lane: Lane, name: str, price: Price, where: Info | None = None,
         needs: Iterable[int] = (), beside: bool = False,
     ) -> int:  # fmt: skip
-        """Append a transfer that is launched where the schedule now stands.
+        """Append a transfer that is launched at the present position of the schedule.
 
-        beside: something else than the cores moves it, even where copies are made in line.
+        beside: it does not use the compute cores, even if copies are inline.
         """
         before = [self.compute, self.host, *self.ended, *needs]
         index = self.add(lane, "transfer", name, price, before, where)
@@ -197,10 +194,10 @@ class TaskList:
         self, lane: Lane, name: str, price: Price, beside: Price, where: Info | None = None,
         needs: Iterable[int] = (), axis: str = "shard",
     ) -> int:  # fmt: skip
-        """Append a collective over a mesh axis, launched here, and what it takes from compute.
+        """Append a collective over a mesh axis, launched here, and its slowdown of compute.
 
-        Gathers and reductions over the same ranks are on lanes of their own, but pass the same
-        wires: one begins when the one before has ended, which takes as long as sharing them.
+        Gathers and reductions over the same ranks are on separate lanes but share the same wires.
+        Each begins when the previous one has ended, which takes the same time as sharing the wires.
         """
         before = [*needs, *([self.wires[axis]] if axis in self.wires else [])]
         index = self.wires[axis] = self.moves(lane, name, price, where, before, beside=True)
@@ -209,9 +206,9 @@ class TaskList:
         return index
 
 
-# -- The tasks of the optimizer: in `step()` behind all backward passes, or bucket by bucket in one
-# What lives on the device is updated by the compute lane, what lives on the host by the host, and
-# what lives on NVMe passes through host memory, as `policy/staging.py` says.
+# -- The optimizer's tasks: in `step()` after all backward passes, or per bucket inside one --------
+# The compute lane updates states on the device, and the host updates those on the host.
+# States on NVMe pass through host memory, as `policy/staging.py` defines.
 
 
 STEP = "step"
@@ -284,9 +281,9 @@ def _staged(
     found: TaskList, layout: Layout, buckets: Sequence[Bucket], stored: Mapping[int, int | None],
     clips: bool,
 ) -> None:  # fmt: skip
-    """Append updates of what lives on NVMe, in the order that `policy/staging.py` gives.
+    """Append updates of states on NVMe, in the order that `policy/staging.py` defines.
 
-    `step()` runs updates itself and waits for writes: what it launches then comes after both.
+    `step()` runs updates itself and waits for writes: later launches come after both.
     """
     begin = [found.host, found.compute]
     updated: int | None = None  # the last update
@@ -314,7 +311,7 @@ def _staged(
 
 
 def update_beside(found: TaskList, layout: Layout, bucket: Bucket, needs: Sequence[int]) -> int:
-    """Append an update inside backward of what lives off the device; return what ends it."""
+    """Append an update inside backward of a bucket off the device; return its last task."""
     before = [*needs, found.host, found.compute]
     size = layout.shard_numel(bucket) * bucket.dtype.itemsize * (1 + ADAMW_STATES)
     where = _where(bucket)
@@ -332,15 +329,15 @@ def update_beside(found: TaskList, layout: Layout, bucket: Bucket, needs: Sequen
     return task
 
 
-# -- Go through a program's graphs as a rank does, and note what each node takes its time for ------
-# What a task needs is what the runtime orders: its data; the compute that was launched before a
-# transfer, and with it the release of the slot it fills; for compute, every transfer whose wait
-# stands before it; for the host, reads from NVMe and copies whose memory it touches itself.
+# -- Walk through a program's graphs as a rank does, and record the time of each node --------------
+# A task's needs are what the runtime orders: its data; the compute launched before a
+# transfer, including the release of the slot that it fills; for compute, every transfer whose wait
+# precedes it; for the host, reads from NVMe and copies whose memory it accesses itself.
 
 
 @dataclass
 class Walk:
-    """Goes through graphs node by node, as a rank does.
+    """The walk through graphs, node by node, as a rank executes them.
 
     behind: launch, or value saved by one -> the task that must have ended when it is used.
     stored: bucket -> the task after which its gradient can be used.
@@ -372,7 +369,7 @@ class Walk:
         self._end(gm)
 
     def _end(self, graph: fx.Graph) -> None:
-        """The host waits for copies of shards and gradients, and for updates, where a call ends."""
+        """Make the host wait for copies of shards and gradients, and for updates, after a call."""
         mine = [(spec_of(n), t) for n, t in self.behind.items() if n.graph is graph]
         copies = [t for spec, t in mine if spec is not None and spec.is_move]
         if copies or self.updates:
@@ -382,7 +379,7 @@ class Walk:
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Let backward's saved values that transfers brought away follow these."""
+        """Make backward's saved values depend on the transfers that delivered or offloaded them."""
         specs, results = self.program.outputs[FORWARD], self.program.results(FORWARD)
         given = [n for s, n in zip(specs, results, strict=True) if s.role is Role.SAVED]
         taken = self.program.placeholders(BACKWARD, Role.SAVED)
@@ -401,11 +398,11 @@ class Walk:
     def bucket(self, node: fx.Node) -> Bucket:
         return self.layout.buckets[info(node).index]
 
-    # -- what the ops' own tasks ask --------------------------------------------------------
+    # -- queries of the ops' own tasks ------------------------------------------------------
     def collective(self, node: fx.Node, kind: str, size: int, axis: str = "shard") -> None:
-        """Append a collective over a mesh axis; one rank's is a copy, made at once.
+        """Append a collective over a mesh axis; among one rank it is an immediate copy.
 
-        kind: what it is priced as. size: bytes of the full buffer.
+        kind: the collective whose price it has. size: bytes of the full buffer.
         """
         spec = spec_of(node)
         assert spec is not None and spec.lane is not None, f"{node} has no lane"
@@ -424,19 +421,19 @@ class Walk:
         )
 
     def reduces(self, bucket: Bucket) -> bool:
-        """Say whether this micro-batch reduces a bucket, and does not only sum on its rank."""
+        """Return whether this micro-batch reduces a bucket rather than only summing locally."""
         loop = self.program.loop
         is_last = self.found.micro == loop.accumulation - 1
         can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan.stage)
         return is_last or not can_wait
 
     def refresh_moves(self, node: fx.Node) -> bool:
-        """Say whether a refresh moves anything: the first one after an update does."""
+        """Return whether a refresh moves anything: the first one after an update does."""
         in_forward = self.found.graph == FORWARD and info(node).phase.value != BACKWARD
         return shard_copies.refresh_moves(in_forward, self.found.micro)
 
     def reload(self, node: fx.Node, size: int) -> None:
-        """Append a shard's way to the device, cast before it leaves where it must be."""
+        """Append a shard's copy to the device, with a cast before it if necessary."""
         bucket = self.bucket(node)
         what = sent_as(self.program, bucket)
         if what is not SentAs.SHARD and bucket.index not in self.cast:
@@ -448,14 +445,14 @@ class Walk:
         self.copy(node, Lane.H2D, size)
 
     def copy(self, node: fx.Node, lane: Lane, size: int, beside: bool = False) -> None:
-        """Append a copy between tiers. beside: something else than the cores moves it."""
+        """Append a copy between tiers. beside: it does not use the compute cores."""
         name = f"{verb_of(lane)} {self.label(node)}"
         price = self.found.prices.copy(lane, size)
         before = self.data(node)
         self.behind[node] = self.found.moves(lane, name, price, info(node), before, beside)
 
     def data(self, node: fx.Node) -> list[int]:
-        """Return the transfers that bring what a node reads."""
+        """Return the transfers that deliver a node's inputs."""
         found = []
         for given in node.all_input_nodes:
             launch = launch_of(given) if kind_of(given) is Kind.WAIT else given
@@ -464,14 +461,14 @@ class Walk:
         return found
 
     def arrive(self, launch: fx.Node, size: int, ranks: int) -> None:
-        """Append what this rank does with a reduced slice: sum what came, or scale it."""
+        """Append this rank's work on a reduced slice: summing received parts, or scaling."""
         self.found.ended.add(self.behind[launch])
         price = self.found.prices.arrival(size, ranks)
         name = f"arrival b{info(launch).index}"
         self.behind[launch] = self.found.computes("arrival", name, price, info(launch))
 
     def label(self, node: fx.Node) -> str:
-        """Name what a node moves: `b3`, a bucket, or `v3`, a value."""
+        """Return the label of what a node moves: `b3`, a bucket, or `v3`, a value."""
         spec = spec_of(node)
         return f"{'v' if spec is not None and spec.is_value else 'b'}{info(node).index}"
 
@@ -480,12 +477,12 @@ class Walk:
 
 
 def tasks(program: Planned, prices: Prices, clips: bool = False) -> tuple[Task, ...]:
-    """Return what a rank does in one step of a program: all micro-batches, then the optimizer.
+    """Return the tasks of a rank in one step of a program: all micro-batches, then the optimizer.
 
     clips: the loop clips the global norm before the step.
 
     Raises:
-        PlanError: the program's loop cannot be, see `micros`.
+        PlanError: the program's loop is invalid, see `micros`.
     """
     loop = program.loop
     micros(program, loop.accumulation, loop.no_sync)
@@ -503,7 +500,7 @@ def tasks(program: Planned, prices: Prices, clips: bool = False) -> tuple[Task, 
 
 
 def _with_layers(found: list[Task]) -> tuple[Task, ...]:
-    """Number the tasks of units that have others like them."""
+    """Number the tasks of units that have identical siblings."""
     units = {t.unit for t in found if is_numbered(t.unit)}
     alike = Counter(map(without_numbers, units))
     number = {

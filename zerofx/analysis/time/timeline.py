@@ -1,4 +1,4 @@
-"""When each task of a step runs: lanes that take one after another, and what each waited for."""
+"""Timelines: when each task of a step runs on its lane, and what it waited for."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ COMMUNICATION = frozenset({Lane.GATHER, Lane.REDUCE, Lane.VALUES})
 class Span:
     """One task's time.
 
-    waited_for: the task whose end let it start: of its lane, or one that it needs; None at the
-        beginning. idle_reason: why its lane stood still before it: the lane waited for, or "".
+    waited_for: the task whose end let it start: the previous one of its lane, or one that it needs;
+        None at the beginning. idle_reason: why its lane was idle before it: the lane waited for, or
+        "".
     """
 
     task: Task
@@ -33,9 +34,9 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All tasks of one step with their times, by the middle of each price.
+    """All tasks of one step with their times, at the middle of each price.
 
-    low_us, high_us: how long the step takes if every task takes the least or the most.
+    low_us, high_us: the time of the step if every task takes its lower or its upper bound.
     """
 
     spans: tuple[Span, ...]
@@ -48,7 +49,7 @@ class Timeline:
 
     @cached_property
     def busy_us(self) -> dict[Lane, float]:
-        """The time that each lane's tasks take."""
+        """The busy time of each lane."""
         found = dict.fromkeys(Lane, 0.0)
         for span in self.spans:
             found[span.task.lane] += span.task.us
@@ -56,10 +57,10 @@ class Timeline:
 
     @cached_property
     def exposed_us(self) -> dict[Lane, float]:
-        """The time of each lane's tasks in which the compute lane is idle because of them.
+        """The time per lane in which the compute lane is idle because of its tasks.
 
-        Each stretch without compute is divided along the chain of tasks that its end waited for,
-        so that a gather which waited for a read from NVMe does not count for both.
+        Each stretch without compute is divided along the chain of tasks that its end waited for, so
+        that a gather which waited for a read from NVMe is not counted for both.
         """
         found = dict.fromkeys(Lane, 0.0)
         for start, end, last in self._gaps():
@@ -69,17 +70,17 @@ class Timeline:
 
     @property
     def exposed_communication_us(self) -> float:
-        """The time in which nothing is computed because a collective is under way."""
+        """The time in which nothing is computed because a collective is in flight."""
         return sum(self.exposed_us[lane] for lane in COMMUNICATION)
 
     @property
     def idle(self) -> dict[str, float]:
-        """The compute lane's time by what it does or waits for."""
+        """The compute lane's time by activity or cause of idleness."""
         waits = {f"waits: {k.value}": us for k, us in self.exposed_us.items() if us > 0.0}
         return {"computes": self.busy_us[Lane.COMPUTE], **waits}
 
     def _gaps(self) -> list[tuple[float, float, Span]]:
-        """Return (start, end, what ended last) of each stretch in which nothing is computed."""
+        """Return (start, end, the span that ended last) for each stretch without compute."""
         found, at = [], 0.0
         for span in self.spans:
             if span.task.lane is not Lane.COMPUTE:
@@ -92,7 +93,7 @@ class Timeline:
         return found
 
     def _blamed(self, start: float, end: float, last: Span) -> list[tuple[Lane, float]]:
-        """Divide start..end among the tasks that follow on each other to the end of `last`."""
+        """Divide start..end among the chain of tasks that ends with `last`."""
         found = []
         span: Span | None = last
         while span is not None and end > start:
@@ -103,7 +104,7 @@ class Timeline:
         return found
 
     def critical_path(self) -> list[Span]:
-        """Return the spans whose times add up to the step: shortening another one gains nothing."""
+        """Return the spans whose times add up to the step; shortening any other gains nothing."""
         graph = nx.DiGraph()
         previous: dict[Lane, int] = {}
         for span in self.spans:
@@ -117,7 +118,7 @@ class Timeline:
         return [self.spans[i] for i in nx.dag_longest_path(graph)[:-1]] if self.spans else []
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every span and what they add up to, as plain values."""
+        """Return every span and their totals, as plain values."""
         spans = [
             {
                 **asdict(span.task), "lane": span.task.lane.value, "needs": list(span.task.needs),
@@ -139,7 +140,7 @@ class Timeline:
 
 
 def timeline(tasks: Sequence[Task]) -> Timeline:
-    """Let each lane take its tasks in order, each as soon as what it needs has ended."""
+    """Run each lane's tasks in order, each as soon as its needs have ended."""
     spans = _run(tasks, "us")
     low, high = (
         max((s.end_us for s in _run(tasks, w)), default=0.0) for w in ("low_us", "high_us")
@@ -153,7 +154,7 @@ def _run(tasks: Sequence[Task], which: Which) -> list[Span]:
     for task in tasks:
         own = last.get(task.lane)
         before = [*task.needs] if own is None else [own, *task.needs]
-        # where two end together, the lane's own comes first: then it did not stand still
+        # if two end together, the lane's own comes first: then the lane was not idle
         blocker = max(before, key=lambda i: spans[i].end_us, default=None)
         start = 0.0 if blocker is None else spans[blocker].end_us
         free = 0.0 if own is None else spans[own].end_us

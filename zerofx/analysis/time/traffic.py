@@ -1,7 +1,7 @@
-"""What a rank sends in one step: every collective of a program, counted and weighed.
+"""Traffic: the bytes that a rank sends in one step, by kind of collective.
 
-On equal slices a ring and a direct exchange send the same: an all-gather or reduce-scatter of n
-bytes over w ranks costs each rank n * (w - 1) / w, an all-reduce twice that.
+On equal slices a ring and a direct exchange send the same amount: an all-gather or reduce-scatter
+of n bytes over w ranks costs each rank n * (w - 1) / w, an all-reduce twice that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
 
 @dataclass(frozen=True)
 class Sent:
-    """The collectives of one kind: how many, and what one rank sends in all of them."""
+    """The collectives of one kind: their number, and the total that one rank sends in them."""
 
     calls: int = 0
     sent_numel: int = 0
@@ -30,9 +30,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in one forward and its backward, by kind of collective.
+    """The data that one rank sends in one forward and its backward, by kind of collective.
 
-    moved: what it copies between device, host and NVMe, by lane; the step of AdamW included.
+    moved: the copies between device, host and NVMe, by lane, including the step of AdamW.
     """
 
     kinds: dict[str, Sent]
@@ -48,10 +48,10 @@ class Traffic:
 
 
 def traffic(program: Planned, rank: int = 0) -> Traffic:
-    """Return what `rank` sends in a step in which every parameter was updated before.
+    """Return the data that `rank` sends in a step before which every parameter was updated.
 
-    Gradients are taken to be reduced in this step (no `no_sync`), and bytes to be those of gloo's
-    and NCCL's large-message algorithms.
+    It assumes that gradients are reduced in this step (no `no_sync`), and counts the bytes of
+    gloo's and NCCL's large-message algorithms.
     """
     kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys(LANES, Sent())
     for name, gm in program.graphs.items():
@@ -71,7 +71,7 @@ def traffic(program: Planned, rank: int = 0) -> Traffic:
 
 
 def _stepped_on_nvme(program: Planned) -> list[tuple[int, int]]:
-    """Return (bytes, bytes an element) of what is stepped on NVMe: parameters, states as much."""
+    """Return (bytes, bytes per element) of parameters updated on NVMe; states are as large."""
     layout = program.layout
     if BACKWARD not in program.graphs:
         return []

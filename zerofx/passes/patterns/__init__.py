@@ -1,1 +1,1 @@
-"""What `fuse` replaces, and by what: one file a pattern. They are no passes."""
+"""The patterns that the pass `fuse` replaces, one file per pattern."""

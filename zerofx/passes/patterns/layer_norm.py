@@ -1,6 +1,6 @@
-"""The pattern of LayerNorm with the residual sums around it.
+"""The LayerNorm pattern, with the residual sums around it.
 
-The norm itself is a pair of nodes in ATen already: what is fused are the sum before it and, behind
+In ATen the norm itself is already a pair of nodes. The fused parts are the sum before it and, after
 its backward, the sum with the gradient of the residual stream.
 """
 
@@ -27,7 +27,7 @@ from zerofx.passes.patterns.nodes import (
 
 
 def find_layer_norms(graph: fx.Graph) -> Iterator[Match]:
-    """Yield the layer norms of a graph, over one dimension and with weight and bias."""
+    """Yield the layer norms of a graph that normalise one dimension and have weight and bias."""
     for node in graph.nodes:
         if is_call(node, aten.native_layer_norm.default) and (match := _layer_norm(node)):
             yield match

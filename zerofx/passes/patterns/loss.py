@@ -1,4 +1,4 @@
-"""The pattern of linear layer + cross-entropy, with its gradients.
+"""The pattern of a linear layer followed by cross-entropy, with its gradients.
 
     logits = mm(hidden, t(weight))   or   addmm(bias, hidden, t(weight))
     x = logits through views and a cast to fp32
@@ -7,8 +7,8 @@
     g = _log_softmax_backward_data(nll_loss_backward(dloss, ...), ...) through views and a cast
     dweight = mm(t(g), hidden),   dhidden = mm(g, weight),   dbias = view(sum(g, [0], True))
 
-It is none where anything else reads the logits: a model that returns them (Plan(outputs="loss")
-leaves them out), one that shifts them after the linear layer, label smoothing, class weights.
+There is no match if anything else reads the logits: a model that returns them (Plan(outputs="loss")
+removes them), a model that shifts them after the linear layer, label smoothing, class weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class _Head:
 
 @dataclass
 class _Grads:
-    """The backward half: its nodes, and the gradients that it makes."""
+    """The backward half: its nodes, and the gradients that it computes."""
 
     inside: set[fx.Node] = field(default_factory=set)
     hidden: list[fx.Node] = field(default_factory=list)
@@ -76,7 +76,7 @@ class _Grads:
     bias: list[fx.Node] = field(default_factory=list)
 
     def results(self) -> dict[int, fx.Node] | None:
-        """Return the gradients by index; None where one was made twice."""
+        """Return the gradients by index, or None if one was computed twice."""
         kinds = (self.hidden, self.weight, self.bias)
         if any(len(kind) > 1 for kind in kinds):
             return None
@@ -153,7 +153,7 @@ def _grads(head: _Head, nll_backward: fx.Node) -> _Grads | None:
 
 
 def _take(head: _Head, found: _Grads, g: fx.Node, user: fx.Node) -> bool:
-    """Take one reader of the logits' gradient for what it makes; say whether it is known."""
+    """Record the gradient that a reader of the logits' gradient computes; False if unknown."""
     found.inside.add(user)
     if is_call(user, aten.mm.default) and user.args[0] is g:
         found.hidden.append(user)
@@ -176,7 +176,7 @@ def _take(head: _Head, found: _Grads, g: fx.Node, user: fx.Node) -> bool:
 
 
 def _origin(node: Any) -> Any:
-    """Follow transpositions back."""
+    """Return the source of a chain of transpositions."""
     while is_call(node, aten.t.default):
         node = node.args[0]
     return node

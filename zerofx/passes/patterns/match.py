@@ -1,4 +1,4 @@
-"""A match of the fuse pass, and how it is put into a graph."""
+"""A match of the pass `fuse`, and its insertion into a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Out:
-    """Stands, in the arguments of a later call of a match, for a result of an earlier one."""
+    """A placeholder, in the arguments of a match's later call, for a result of an earlier one."""
 
     call: int
     index: int
@@ -27,9 +27,9 @@ class Out:
 
 @dataclass(frozen=True)
 class FusedCall:
-    """One fused node to be: its op, its arguments, and which nodes its results stand for.
+    """A fused node to create: its op, its arguments, and the nodes that its results replace.
 
-    results: index in the op's tuple (0 where it returns one tensor) -> the node replaced.
+    results: index in the op's tuple (0 if it returns one tensor) -> the node replaced.
     like: the node whose unit, module and line the new nodes take.
     """
 
@@ -41,22 +41,22 @@ class FusedCall:
 
 @dataclass(frozen=True)
 class Match:
-    """A pattern found: calls in graph order, and all nodes that go (those replaced among them)."""
+    """A pattern that was found: its calls in graph order, and all nodes that are removed."""
 
     calls: tuple[FusedCall, ...]
     inside: frozenset[fx.Node]
 
     def is_closed(self) -> bool:
-        """Tell whether only the replaced results are read from outside the match."""
+        """Return whether only the replaced results are read from outside the match."""
         replaced = {n for c in self.calls for n in c.results.values()}
         return all(u in self.inside for n in self.inside - replaced for u in n.users)
 
 
 @dataclass
 class Fusion:
-    """Puts matches into a graph, one after another.
+    """The insertion of matches into a graph, one after another.
 
-    made: node replaced -> what stands for it now: later matches may have it as an argument.
+    made: replaced node -> its current replacement: later matches may have it as an argument.
     """
 
     graph: fx.Graph
@@ -64,11 +64,10 @@ class Fusion:
     gone: set[fx.Node] = field(default_factory=set)
 
     def put(self, match: Match) -> bool:
-        """Replace a match by its fused nodes, or leave the graph as it is and return False.
+        """Replace a match by its fused nodes, or leave the graph unchanged and return False.
 
-        It cannot be put in where something outside reads an inner value, where no place lies
-        behind all arguments and before all readers, or where a result would lie in memory
-        otherwise.
+        A match cannot be inserted if an outside node reads an inner value, if no position is after
+        all arguments and before all readers, or if a result would have a different memory layout.
         """
         if match.inside & self.gone or not match.is_closed():
             return False
@@ -86,7 +85,7 @@ class Fusion:
         return True
 
     def _calls(self, match: Match, new: list[fx.Node]) -> dict[fx.Node, fx.Node] | None:
-        """Write the fused nodes; return what stands for each node replaced."""
+        """Create the fused nodes; return the replacement of each replaced node."""
         pairs: dict[fx.Node, fx.Node] = {}
         outs: list[dict[int, fx.Node]] = []
         for fused in match.calls:
@@ -111,7 +110,7 @@ class Fusion:
 
 
 def _named(node: fx.Node) -> fx.Node:
-    """Give a call the name that a captured one has: its op's, without the overload."""
+    """Name a call as a captured one is named: after its op, without the overload."""
     with node.graph.inserting_after(node):
         base = op_name(node.target)[1]  # type: ignore[arg-type]
         named = node.graph.create_node("call_function", node.target, node.args, name=base)
@@ -121,7 +120,7 @@ def _named(node: fx.Node) -> fx.Node:
 
 
 def _items(graph: fx.Graph, node: fx.Node, made: list[fx.Node]) -> dict[int, fx.Node]:
-    """Return a call's results by index, taken apart behind it where they are several."""
+    """Return a call's results by index; several results are unpacked by getitems after the call."""
     if isinstance(value(node), Tensor):
         return {0: node}
     found: dict[int, fx.Node] = {}
@@ -139,16 +138,16 @@ def _is_item(node: fx.Node) -> bool:
 
 
 def _place(fused: FusedCall, args: tuple[Any, ...], inside: Collection[fx.Node]) -> fx.Node | None:
-    """Return the node to stand behind: before what is replaced, or the last argument."""
+    """Return the node to insert after: just before the replaced node, or the last argument."""
     at = max(min(fused.results.values()).prev, *(a for a in args if isinstance(a, fx.Node)))
     while at.next.op == "placeholder" or _is_item(at.next):
-        at = at.next  # getitems stay behind what they take apart
+        at = at.next  # getitems stay after the call that they unpack
     readers = [u for n in fused.results.values() for u in n.users if u not in inside]
     return at if all(at < user for user in readers) else None
 
 
 def _with_dtype(graph: fx.Graph, old: fx.Node, new: fx.Node, made: list[fx.Node]) -> fx.Node:
-    """Return `new`, cast where it has another dtype than what it replaces."""
+    """Return `new`, cast if its dtype differs from the dtype of the node it replaces."""
     before, after = value(old), value(new)
     if before.dtype == after.dtype:
         return new

@@ -1,4 +1,4 @@
-"""What the patterns of the fuse pass ask of nodes."""
+"""Queries on nodes that the patterns of the pass `fuse` share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 RESHAPES = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.reshape.default,
 })  # fmt: skip
-# kernels are written for these; a double is left as it is
+# the kernels support these formats; float64 is left unfused
 DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
@@ -28,18 +28,18 @@ def users(node: fx.Node, *targets: Any) -> list[fx.Node]:
 
 
 def only_user(node: fx.Node, *targets: Any) -> fx.Node | None:
-    """Return the one node that reads this one, if there is one and it calls one of `targets`."""
+    """Return the only reader of a node if it calls one of `targets`, or else None."""
     found = list(node.users)
     return found[0] if len(found) == 1 and is_call(found[0], *targets) else None
 
 
 def args(node: fx.Node) -> Any:
-    """Return a node's arguments; the op's schema says what they are."""
+    """Return a node's arguments; the op's schema defines their meaning."""
     return node.args
 
 
 def other(node: fx.Node, known: Any) -> Any:
-    """Return the operand of a binary node that is not `known`; None where that is none of them."""
+    """Return the operand of a binary node that is not `known`, or None if neither is."""
     a, b = args(node)[:2]
     return b if a is known else a if b is known else None
 
@@ -53,7 +53,7 @@ def products(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
 
 
 def detached(node: fx.Node) -> list[fx.Node]:
-    """Return the chains of detach behind a node."""
+    """Return the chains of detach nodes that read a node."""
     found: list[fx.Node] = []
     todo = users(node, aten.detach.default)
     while todo:
@@ -73,12 +73,12 @@ def dtype(node: fx.Node) -> torch.dtype:
 
 
 def is_widening(node: fx.Node) -> bool:
-    """Say whether a node only casts to fp32."""
+    """Return whether a node is a cast to fp32 and nothing else."""
     return is_call(node, aten._to_copy.default) and node.kwargs.get("dtype") is torch.float32
 
 
 def plain_sum(node: fx.Node | None) -> bool:
-    """Say whether a node adds two tensors of one shape and dtype, unscaled."""
+    """Return whether a node adds two tensors of equal shape and dtype, unscaled."""
     if node is None or not is_call(node, aten.add.Tensor) or node.kwargs:
         return False
     summands = [a for a in node.args if isinstance(a, fx.Node)]
@@ -95,7 +95,7 @@ def residual_of(x: Any, norm: fx.Node) -> tuple[Any, ...] | None:
 
 
 def behind_sum(dx: fx.Node) -> tuple[fx.Node, Any, set[fx.Node]]:
-    """Return (sum, other summand, nodes) where dx goes into the residual stream's gradient only."""
+    """Return (sum, other summand, nodes) if only the residual gradient's sum reads dx."""
     total = only_user(dx, aten.add.Tensor)
     if total is None or not plain_sum(total) or total.args[0] is total.args[1]:
         return dx, None, set()

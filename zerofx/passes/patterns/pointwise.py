@@ -129,7 +129,7 @@ def _rotary_backward(dx: fx.Node) -> Match | None:
 
 
 def _turns(cos: Any, sin: Any, x: fx.Node) -> bool:
-    """Say whether cosines and sines are [B or 1, 1, S, D] in the dtype of x."""
+    """Return whether cosines and sines are [B or 1, 1, S, D] in the dtype of x."""
     batch, _, length, width = shape(x)
     forms = {(batch, 1, length, width), (1, 1, length, width)}
     return width % 2 == 0 and all(shape(t) in forms and dtype(t) == dtype(x) for t in (cos, sin))

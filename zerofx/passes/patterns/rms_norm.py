@@ -1,13 +1,13 @@
-"""The pattern of RMSNorm, with the residual sums around it and its gradients.
+"""The RMSNorm pattern, with the residual sums around it and its gradients.
 
-As Llama and torch.nn.RMSNorm write it, with casts only where x is narrower than fp32:
+The form is that of Llama and torch.nn.RMSNorm, with casts only if x is narrower than fp32:
 
     w = fp32(x),   r = rsqrt(mean(w^2) + eps),   n = w * r,   y = weight * n
     dweight = view(sum over rows of dy * n),   a = fp32(dy * weight)
     dx = a * r  +  expand(sum(a * w) * -0.5 * r^3) / D * (2 * w^1)
 
-The two summands of dx are added one by one to the gradient of the residual stream, which then is
-an argument (`grad_sum`).
+The two summands of dx are added one after the other to the gradient of the residual stream, which
+then becomes an argument (`grad_sum`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def find_rms_norms(graph: fx.Graph) -> Iterator[Match]:
 
 @dataclass
 class _Norm:
-    """The forward half: `wide` is x in fp32, `scaled` is what the weight multiplies."""
+    """The forward half: `wide` is x in fp32, `scaled` is multiplied by the weight."""
 
     x: fx.Node
     wide: fx.Node
@@ -96,7 +96,7 @@ def _forward(rsqrt: fx.Node) -> _Norm | None:
         return None
     y, weight = weighted[0]
     inside |= {normal, scaled, y}
-    if dtype(y) != dtype(x):  # the weight is applied in fp32, and rounded behind it
+    if dtype(y) != dtype(x):  # the weight is applied in fp32, and the result rounded
         rounded = only_user(y, _copy)
         if rounded is None or dtype(rounded) != dtype(x):
             return None
@@ -165,7 +165,7 @@ def _backward(norm: _Norm) -> _Back | None:
 
 
 def _curved(norm: _Norm, a: fx.Node) -> tuple[fx.Node, set[fx.Node]] | None:
-    """Return the second summand of dx, through the mean, and the nodes that make it."""
+    """Return the summand of dx that goes through the mean, and the nodes that compute it."""
     chain: list[fx.Node | None] = [next((p for p, o in products(a) if o is norm.wide), None)]
     for target in (aten.sum.dim_IntList, aten.mul.Scalar, aten.mul.Tensor, aten.expand.default,
                    aten.div.Scalar, aten.mul.Tensor):  # fmt: skip
@@ -195,7 +195,7 @@ def _curved(norm: _Norm, a: fx.Node) -> tuple[fx.Node, set[fx.Node]] | None:
 
 
 def _weight_gradient(norm: _Norm, dy: fx.Node, inside: set[fx.Node]) -> fx.Node | None:
-    """Return dweight, its nodes added to `inside`; None where it is not wanted."""
+    """Return dweight and add its nodes to `inside`; return None if dweight is not computed."""
     product = next((p for p, operand in products(norm.scaled) if operand is dy), None)
     total = only_user(product, aten.sum.dim_IntList) if product is not None else None
     flat = only_user(total, *RESHAPES) if total is not None else None
@@ -213,7 +213,10 @@ def _weight_gradient(norm: _Norm, dy: fx.Node, inside: set[fx.Node]) -> fx.Node 
 def _sums(
     norm: _Norm, first: fx.Node, second: fx.Node, inside: set[fx.Node]
 ) -> tuple[fx.Node, Any] | None:
-    """Return (sum, what else is in it) behind both summands of dx, their sums added to `inside`."""
+    """Return (total, grad_sum): the sum that contains both summands of dx, and its third summand.
+
+    Nodes of the sums are added to `inside`.
+    """
     one, two = only_user(first, aten.add.Tensor), only_user(second, aten.add.Tensor)
     if one is None or two is None or not plain_sum(one) or not plain_sum(two):
         return None
