@@ -70,7 +70,7 @@ def excess_bytes(program: Planned) -> int:
     The budget is solved with regions run op by op; only what Inductor made of them tells the rest.
     """
     budget = budget_bytes(program.plan)
-    if budget is None or not program.is_training or program.plan.kernels != "inductor":
+    if budget is None or not program.is_training or program.plan.kernels == "aten":
         return 0
     return max(0, _peak_bytes(program, program.loop) - budget)
 
@@ -84,7 +84,7 @@ def margin_for(program: Planned, excess: int) -> int:
 
 def warn_of_regions(program: Planned) -> None:
     """Warn where no choice keeps the compiled regions within the budget."""
-    if program.plan.kernels == "inductor":
+    if program.plan.kernels != "aten":
         _warn(
             program, "compiled by Inductor,", "raise the budget to it, or use kernels='aten', "
             "which keeps it to the byte",

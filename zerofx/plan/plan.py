@@ -87,7 +87,11 @@ class Plan:
     numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed by
         chunks, never holding all logits, and on a GPU norms, gated activations and rotary
         embeddings are fused by kernels of our own.
-    kernels: "inductor" (each structure compiled once) or "aten" (regions run op by op).
+    kernels: "inductor" (each structure compiled once, before the first step), "aten" (regions run
+        op by op), or "auto": the first steps run on ATen while the regions are compiled beside
+        them, and a call that is the same on all ranks swaps in all of them together. Repeatable
+        to the bit up to that call. It waits, as "inductor" does, on a GPU, under a memory_budget
+        and with cuda_graph. `model.zerofx.kernels` says what runs.
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
     max_programs: how many programs are ready to run at a time. A further one takes the place of the
         least recently used, with one warning.
@@ -125,7 +129,7 @@ class Plan:
     sparse_gradients: bool = spec_field(False, flag)
     buffers: str = spec_field("rank0", one_of("rank0", "local"))
     numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
-    kernels: str = spec_field("inductor", one_of("inductor", "aten"))
+    kernels: str = spec_field("inductor", one_of("inductor", "auto", "aten"))
     cuda_graph: bool = spec_field(False, flag)
     max_programs: int = spec_field(16, whole(1))
     dynamic: str | Patterns = spec_field("auto", read_dynamic)

@@ -42,6 +42,7 @@ from zerofx.compat.inductor import (
 )
 from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
+from zerofx.runtime.regions.foreman import BUSY, CACHED, COMPILED
 from zerofx.runtime.regions.keys import (
     artifact_path,
     compiled_by,
@@ -49,6 +50,7 @@ from zerofx.runtime.regions.keys import (
     regions_dir,
     usual_sizes,
 )
+from zerofx.runtime.regions.progress import Progress
 
 log = logging.getLogger("zerofx")
 
@@ -56,6 +58,9 @@ LOCK_WAIT_S = 60.0
 """How long a process waits for another one that compiles the same region, unless ZEROFX_TIMEOUT_S
 is less. Then it compiles the region itself: work done twice, at worst."""
 _STUCK_S = 2.0  # how long Inductor's own locks are waited for once the one of a region was in vain
+_BESIDE_S = (
+    600.0  # how long they are waited for beside training, where nothing waits for the result
+)
 _NAP_S = (0.01, 0.25)  # between two tries to take a lock: at first, and at most
 
 VARIANTS = 4  # of one region, each for other sizes
@@ -75,14 +80,14 @@ class CompileCount:
 _PROBE: list[threading.Thread] = []
 
 
-def prepare_regions(kernels: str, device: torch.device) -> None:
+def prepare_regions(device: torch.device) -> None:
     """Begin, in the background, what compiling regions needs and capture does not wait for.
 
     With cold caches the C++ compiler is asked for its vector instructions, program by program: 7 s
     in which this process has a capture and the passes to run. Where regions were compiled before,
     these are likely among them, and loading them needs neither the answer nor Inductor itself.
     """
-    if kernels != "inductor" or device.type != "cpu" or _PROBE or mark_of_use().exists():
+    if device.type != "cpu" or _PROBE or mark_of_use().exists():
         return
     if inductor_problem():
         return
@@ -93,11 +98,12 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
 
 @paused_collector()
 def compile_all(
-    modules: dict[str, ModuleType], units: Mapping[str, str] | None = None
+    modules: Mapping[str, ModuleType], units: Mapping[str, str] | None = None, label: str = "model"
 ) -> dict[str, Region]:
     """Compile or load every region; ranks of one host share the work, one region at a time each.
 
-    units: region -> the module of the model that it computes, for warnings.
+    units: region -> the module of the model that it computes, for warnings. label: the model's
+        name, for progress.
     """
     most = 2**31 - 1
     rank = from_environment("LOCAL_RANK", 0, most, 0)
@@ -106,16 +112,19 @@ def compile_all(
     done: dict[str, Region] = {}
     waiting = names[turn:] + names[:turn]
     failed: dict[str, str] = {}
-    for patient in (False, True):  # first what no other process compiles, then wait for the rest
-        for name in list(waiting):
-            module = modules[name]
-            path = _path(module, _hints(module))
-            made = _compiled(name, module, path, _hints(module), patient)
-            if made is not None:
-                done[name] = made[0] if made[1] is None else _Variants(name, module, made)
-                waiting.remove(name)
-                if reason := _failure(path):
-                    failed[name] = reason
+    with Progress(label, len(names)) as progress:
+        for patient in (False, True):  # first what no other process compiles, then the rest
+            for name in list(waiting):
+                module, before = modules[name], CompileCount.compiled
+                path = _path(module, _hints(module))
+                made = _compiled(name, module, path, _hints(module), patient)
+                if made is not None:
+                    done[name] = made[0] if made[1] is None else _Variants(name, module, made)
+                    waiting.remove(name)
+                    if reason := why_not_compiled(path):
+                        failed[name] = reason
+                    is_new = CompileCount.compiled > before
+                    progress.count("failed" if reason else "compiled" if is_new else "cached")
     if failed and rank == 0:  # the other ranks of this host read the same cache
         _warn(failed, units or {})
     return done
@@ -131,6 +140,29 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
         "silence this.\n  %s",
         len(failed), regions_dir(), "\n  ".join(said),
     )  # fmt: skip
+
+
+def place_of(module: ModuleType) -> tuple[Path, str]:
+    """Return where the artifact of a region lies, or would lie, and the region's source."""
+    return _path(module, _hints(module)), Path(str(module.__file__)).read_text()
+
+
+def compile_beside(name: str, module: ModuleType, path: Path, patient: bool) -> str:
+    """Compile a region for another process to load; return what became of it.
+
+    BUSY: a third one compiles it. Only who is `patient` leaves it to that.
+
+    Raises:
+        ProgramError: nothing can be compiled on this machine.
+        Exception: the region uses an operator that this process does not have.
+    """
+    with _lock(path.with_suffix(".lock"), 0.0) as held:
+        if is_at_hand(path):
+            return CACHED
+        if patient and not held:
+            return BUSY
+        _compile(name, module, path, _hints(module), _BESIDE_S if held else _STUCK_S)
+    return COMPILED
 
 
 def _path(module: ModuleType, hints: Hints) -> Path:
@@ -160,7 +192,7 @@ def generated_source(path: Path) -> tuple[Path | None, bool]:
     source = Path(wrapper_of(str(path)))
     if source.exists():
         return source, True
-    return None, _num_bytes(path) == 0 and _is_known(path)
+    return None, _num_bytes(path) == 0 and is_at_hand(path)
 
 
 def compile_missing(name: str, module: ModuleType) -> None:
@@ -182,11 +214,11 @@ def _compiled(
     name: str, module: ModuleType, path: Path, hints: Hints, patient: bool
 ) -> Variant | None:
     limit_s = lock_limit_s()
-    if not _is_known(path):
+    if not is_at_hand(path):
         with _lock(path.with_suffix(".lock"), limit_s if patient else 0.0) as held:
             if not (held or patient):
                 return None
-            if not _is_known(path):
+            if not is_at_hand(path):
                 return _compile(name, module, path, hints, limit_s if held else _STUCK_S)
     num_bytes = _num_bytes(path)
     if num_bytes == 0:  # nothing to compile: it runs as it is
@@ -327,7 +359,7 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
         probe.join()
     mark_of_use().touch()
     gm = _as_graph(getattr(module, name), len(_specs(module)), list(hints))
-    if _failure(path):  # of another version; the artifact first, for ranks that look now
+    if why_not_compiled(path):  # of another version; the artifact first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
     reason, compiled = _refusal(hints), None
@@ -371,7 +403,7 @@ def _failed(path: Path) -> Path:
     return path.with_suffix(".failed")
 
 
-def _failure(path: Path) -> str:
+def why_not_compiled(path: Path) -> str:
     """Return why a region could not be compiled, empty where it was."""
     if _num_bytes(path):
         return ""
@@ -381,7 +413,7 @@ def _failure(path: Path) -> str:
         return ""
 
 
-def _is_known(path: Path) -> bool:
+def is_at_hand(path: Path) -> bool:
     """Tell whether there is an artifact, or a failure that this version would repeat."""
     num_bytes = _num_bytes(path)
     if num_bytes is None or num_bytes:
