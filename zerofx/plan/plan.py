@@ -88,10 +88,10 @@ class Plan:
         chunks, never holding all logits, and on a GPU norms, gated activations and rotary
         embeddings are fused by kernels of our own.
     kernels: "inductor" (each structure compiled once, before the first step), "aten" (regions run
-        op by op), or "auto": the first steps run on ATen while the regions are compiled beside
-        them, and a call that is the same on all ranks swaps in all of them together. Repeatable
-        to the bit up to that call. It waits, as "inductor" does, on a GPU, under a memory_budget
-        and with cuda_graph. `model.zerofx.kernels` says what runs.
+        op by op), or "auto": the first steps run on ATen while other processes compile the regions,
+        and one call, the same on all ranks, swaps in all of them together. Runs are repeatable to
+        the bit up to that call. It waits, as "inductor" does, on a GPU, under a memory_budget and
+        with cuda_graph. `model.zerofx.kernels` says what runs.
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
     max_programs: how many programs are ready to run at a time. A further one takes the place of the
         least recently used, with one warning.

@@ -62,8 +62,8 @@ def lets_sizes_vary(plan: Plan) -> bool:
 def starts_on_aten(plan: Plan, device_type: str) -> bool:
     """Tell whether a program's first calls run on ATen, while its regions are compiled.
 
-    A budget is met with what compiled regions allocate, which nobody knows before; a CUDA graph
-    records the kernels that it replays; and what compiles beside a GPU would take memory of it.
+    A budget is met with what compiled regions allocate, which is not known before; a CUDA graph
+    records the kernels that it replays; processes that compile for a GPU take memory of it.
     """
     is_known_first = plan.memory_budget is not None or plan.cuda_graph or plan.debug
     return plan.kernels == "auto" and device_type == "cpu" and not is_known_first

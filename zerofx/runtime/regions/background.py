@@ -1,4 +1,4 @@
-"""Regions compiled beside training: the trainer's side of the foreman, one for all its programs.
+"""Regions compiled during training: the trainer's side of the foreman, one for all its programs.
 
 A program asks for its regions, goes on with ATen, and looks now and then whether all are there.
 Regions that several programs have are compiled once. The ranks of a host have a foreman each, which

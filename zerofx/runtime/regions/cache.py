@@ -58,9 +58,7 @@ LOCK_WAIT_S = 60.0
 """How long a process waits for another one that compiles the same region, unless ZEROFX_TIMEOUT_S
 is less. Then it compiles the region itself: work done twice, at worst."""
 _STUCK_S = 2.0  # how long Inductor's own locks are waited for once the one of a region was in vain
-_BESIDE_S = (
-    600.0  # how long they are waited for beside training, where nothing waits for the result
-)
+_UNHURRIED_S = 600.0  # how long they are waited for where no call waits for the result
 _NAP_S = (0.01, 0.25)  # between two tries to take a lock: at first, and at most
 
 VARIANTS = 4  # of one region, each for other sizes
@@ -147,7 +145,7 @@ def place_of(module: ModuleType) -> tuple[Path, str]:
     return _path(module, _hints(module)), Path(str(module.__file__)).read_text()
 
 
-def compile_beside(name: str, module: ModuleType, path: Path, patient: bool) -> str:
+def compile_for_trainer(name: str, module: ModuleType, path: Path, patient: bool) -> str:
     """Compile a region for another process to load; return what became of it.
 
     BUSY: a third one compiles it. Only who is `patient` leaves it to that.
@@ -161,7 +159,7 @@ def compile_beside(name: str, module: ModuleType, path: Path, patient: bool) -> 
             return CACHED
         if patient and not held:
             return BUSY
-        _compile(name, module, path, _hints(module), _BESIDE_S if held else _STUCK_S)
+        _compile(name, module, path, _hints(module), _UNHURRIED_S if held else _STUCK_S)
     return COMPILED
 
 

@@ -1,4 +1,4 @@
-"""The foreman: a process beside training that compiles regions, each in a process forked from it.
+"""The foreman: a process next to training that compiles regions, each in a process forked from it.
 
 It imports the compiler once, and lets itself be told of regions by lines of JSON. Every fork has
 what it imported, and takes its memory with it when it ends or is killed. All of this has the lowest
@@ -108,7 +108,7 @@ class Foreman:
         if number == signal.SIGALRM and os.getppid() == self._trainer:
             return
         self.stop()
-        if number == signal.SIGALRM:  # a compiler of its own may run, which nobody waits for
+        if number == signal.SIGALRM:  # a compiler of its own may still run
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             os.killpg(0, signal.SIGTERM)
         os._exit(0)
@@ -207,7 +207,7 @@ def _done(job: dict[str, Any]) -> dict[str, str]:
     import torch
 
     from zerofx.errors import ProgramError
-    from zerofx.runtime.regions.cache import compile_beside
+    from zerofx.runtime.regions.cache import compile_for_trainer
 
     torch.set_num_threads(job["threads"])
     torch.set_default_dtype(getattr(torch, job["dtype"]))
@@ -215,7 +215,7 @@ def _done(job: dict[str, Any]) -> dict[str, str]:
     module = ModuleType(job["name"])
     try:
         exec(compile(job["source"], f"{job['name']}.py", "exec"), module.__dict__)
-        return {"end": compile_beside(job["name"], module, Path(job["path"]), job["patient"])}
+        return {"end": compile_for_trainer(job["name"], module, Path(job["path"]), job["patient"])}
     except ProgramError as error:
         return {"end": FAILED, "why": str(error)}
     except Exception as error:  # noqa: BLE001 - the trainer meets it again, in its own process

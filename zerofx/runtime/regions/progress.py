@@ -27,7 +27,7 @@ def say(text: str) -> None:
 
 
 class Progress:
-    """Counts regions as they are compiled; a thread says how many, beside a compile that is long.
+    """Counts regions as they are compiled; a thread tells how many while that takes long.
 
     what: whose regions they are. meanwhile: what goes on until all are there.
     """
