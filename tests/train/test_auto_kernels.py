@@ -249,6 +249,95 @@ def test_ranks_swap_at_the_same_call(pool: Pool, stage: int) -> None:
                 torch.testing.assert_close(grads[name], mean, rtol=2e-4, atol=2e-6)
 
 
+class Either(nn.Module):
+    """An island: which half it calls is decided by the values of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = self.halves[0] if x.sum().item() > 0 else self.halves[1]
+        return half(x).square().mean()
+
+
+def swap_in_an_island(signs: list[int]) -> tuple[list[Any], list[list[Any]]]:
+    """Train where ranks call different programs; return each forward's forms."""
+    rank = int(os.environ["RANK"])
+    x = torch.full((4, 16), 0.5) * signs[rank]
+    for kernels in ("inductor", "auto"):  # the first one warms the cache
+        torch.manual_seed(0)
+        with compiled_at(2 + rank):
+            model = zerofx.compile(Either(), {"kernels": kernels}, **CPU)
+            found, said = [], []
+            for _ in range(4):
+                model.zero_grad()
+                model(x).backward()
+                found.append(gradients(model))
+                said.append(forms(model))
+    return found, said
+
+
+def test_ranks_in_an_island_swap_at_the_end_of_one_forward(pool: Pool) -> None:
+    found = pool.run(2, swap_in_an_island, [1, -1], timeout_s=200.0)
+    torch.manual_seed(0)
+    plain = Either()
+    sum(plain(torch.full((4, 16), 0.5) * sign) for sign in (1, -1)).backward()  # type: ignore
+    for steps, said in found:
+        assert [form for ((form, _),) in said] == ["aten", "aten", "inductor", "inductor"]
+        assert said[-1] == [("inductor", 4)]
+        for grads in steps:
+            for name, grad in gradients(plain).items():
+                torch.testing.assert_close(grads[name], grad / 2, rtol=2e-4, atol=2e-6)
+
+
+class Deep(nn.Module):
+    """Four equal layers, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+def swap_in_a_pipeline() -> tuple[list[Any], list[tuple[str, int]]]:
+    rank = int(os.environ["RANK"])
+    for kernels in ("inductor", "auto"):  # the first one warms the cache
+        torch.manual_seed(0)
+        parallel = {"pipeline": 2, "micro_batches": 2}
+        with compiled_at(2 + rank):
+            model = zerofx.compile(Deep(), {"kernels": kernels, "parallel": parallel}, **CPU)
+            found = []
+            for step in range(4):
+                model.zero_grad()
+                loss = model(batch(step))
+                loss.backward()
+                found.append((loss.detach().clone(), gradients(model)))
+    return found, forms(model)
+
+
+@pytest.mark.slow
+def test_stages_of_a_pipeline_swap_together(pool: Pool) -> None:
+    torch.manual_seed(0)
+    plain, wanted = Deep(), []
+    for step in range(4):
+        plain.zero_grad()
+        loss = plain(batch(step))
+        loss.backward()
+        wanted.append((loss.detach(), gradients(plain)))
+    for found, said in pool.run(2, swap_in_a_pipeline, timeout_s=200.0):
+        assert said == [("inductor", 3)]
+        for (loss, grads), (wanted_loss, wanted_grads) in zip(found, wanted, strict=True):
+            torch.testing.assert_close(loss, wanted_loss, rtol=2e-4, atol=2e-6)
+            assert grads  # a stage has the gradients of its own layers
+            for name, grad in grads.items():
+                torch.testing.assert_close(grad, wanted_grads[name], rtol=2e-4, atol=2e-6)
+
+
 # -- real compilers -------------------------------------------------------------------------------
 TROUBLE = """
 import os, signal, sys, json; sys.path[:] = json.loads(sys.argv.pop())
