@@ -4,13 +4,17 @@
     python -m benchmarks.first_steps --models lstm --systems auto,inductor --note "a quiet machine"
 
 Each run is a process of its own whose caches are empty; the systems follow each other for one model
-after the other. A start is from launching Python to the end of a step. `kernels="auto"` goes on
-until its compiled regions are swapped in, for at most `--swap-limit` seconds.
+after the other. A start is from launching Python to the end of a step. CPU seconds are those of the
+process and of the compilers that it has waited for: on a machine that does other work too, they say
+more. `kernels="auto"` goes on until its compiled regions are swapped in, for at most `--swap-limit`
+seconds. Ctrl-C writes what was measured until then.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import resource
 import statistics
 import tempfile
 import time
@@ -122,8 +126,12 @@ class Job:
 
     def steps(self, swap_limit_s: float) -> dict[str, Any]:
         """Train; return the seconds since the launch of Python, and the later steps' median."""
-        ends = [self._step() for _ in range(3)]
+        ends, cpu = [], []
+        for _ in range(3):
+            ends.append(self._step())
+            cpu.append(_cpu_s())
         found: dict[str, Any] = {"first_s": ends[0], "third_s": ends[2]}
+        found |= {"first_cpu_s": cpu[0], "third_cpu_s": cpu[2]}
         kernels = getattr(getattr(self._model, "zerofx", None), "kernels", [])
         began = time.perf_counter()
         while kernels and kernels[0].form == "aten" and kernels[0].state:
@@ -149,6 +157,12 @@ class Job:
         return time.time() - self._began
 
 
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process, and of those that it has waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 def run(system: str, model: str, swap_limit_s: float) -> dict[str, Any]:
     """Return one line: a cold start of one system."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -168,6 +182,8 @@ COLUMNS = [
     Column("system", "system"),
     Column("first_s", "to the first step s", "{:.1f}"),
     Column("third_s", "to the third step s", "{:.1f}"),
+    Column("first_cpu_s", "CPU to the first s", "{:.1f}"),
+    Column("third_cpu_s", "CPU to the third s", "{:.1f}"),
     Column("swap_s", "to the swap s", "{:.1f}"),
     Column("swap_call", "swap at call", "{:d}"),
     Column("later_ms", "later steps ms", "{:.1f}"),
@@ -186,11 +202,12 @@ def main() -> None:
         chosen = getattr(options, name).split(",")
         if not set(chosen) <= set(known):
             parser.error(f"--{name} {','.join(chosen)}: known are {', '.join(known)}")
-    lines = []
-    for model in options.models.split(","):
-        for system in options.systems.split(","):
-            lines.append(run(system, model, options.swap_limit))
-            print(lines[-1], flush=True)
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for model in options.models.split(","):
+            for system in options.systems.split(","):
+                lines.append(run(system, model, options.swap_limit))
+                print(lines[-1], flush=True)
     finish("first_steps", COLUMNS, lines, options)
 
 
