@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import subprocess
 import sys
 import threading
@@ -107,6 +108,7 @@ class Compilers:
         self._jobs: dict[Path, RegionJob] = {}
         self._process: subprocess.Popen[str] | None = None
         self._reader: threading.Thread | None = None
+        self._orders: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._pid = os.getpid()
         atexit.register(self.close)
 
@@ -162,13 +164,8 @@ class Compilers:
         try:
             if self._process is None:
                 self._start()
-            process = self._process
-            assert process is not None and process.stdin is not None
             for job in jobs:
-                process.stdin.write(json.dumps(_order(job)) + "\n")
-            process.stdin.flush()
-        except BrokenPipeError:  # it has ended: the reader starts another, or gives the jobs up
-            pass
+                self._orders.put(json.dumps(_order(job)) + "\n")
         except OSError as error:
             self._give_up(jobs, f"could not be started ({error.strerror})")
 
@@ -182,21 +179,23 @@ class Compilers:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
             env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCH_WARM_POOL": "0"},
         )  # fmt: skip
-        self._process = process
+        self._process, self._orders = process, queue.SimpleQueue()
         self._reader = threading.Thread(
-            target=self._read, args=(process,), name="zerofx-compilers", daemon=True
+            target=self._read, args=(process, self._orders), name="zerofx-compilers", daemon=True
         )
         self._reader.start()
+        threading.Thread(
+            target=_write, args=(process, self._orders), name="zerofx-orders", daemon=True
+        ).start()
 
     # -- on the reader's thread -----------------------------------------------------------------
-    def _read(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None and process.stdin is not None
+    def _read(self, process: subprocess.Popen[str], orders: queue.SimpleQueue[str]) -> None:
+        assert process.stdout is not None
         for line in process.stdout:
             self._take(json.loads(line))
         code = process.wait()
         process.stdout.close()
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+        orders.put("")
         with self._lock:
             if self._process is not process:  # it was closed
                 return
@@ -226,6 +225,17 @@ class Compilers:
         for batch in job.batches:
             batch.note(job)
         job.batches = []
+
+
+def _write(process: subprocess.Popen[str], orders: queue.SimpleQueue[str]) -> None:
+    """Pass orders on, on a thread: a foreman that is still starting reads none yet."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError):  # it has ended: the reader sees to the rest
+        while order := orders.get():
+            process.stdin.write(order)
+            process.stdin.flush()
+    with contextlib.suppress(OSError):
+        process.stdin.close()
 
 
 def _in_turn(modules: Mapping[str, ModuleType]) -> list[tuple[str, ModuleType]]:

@@ -51,7 +51,7 @@ class Progress:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.end()
+        self.end(say_so=error is None)
 
     def begin(self) -> None:
         """Start to tell; the first line comes after `FIRST_S` seconds."""
