@@ -189,6 +189,27 @@ def test_copies_and_further_programs() -> None:
         assert forms(other) == [("inductor", 2)]
 
 
+@pytest.mark.slow
+def test_sizes_that_vary() -> None:
+    """The program for many sizes begins on ATen too, and swaps by itself."""
+    sizes = (6, 5, 4, 3, 6, 5)
+    found: dict[str, list[Any]] = {}
+    for kernels in ("plain", "inductor", "auto"):
+        with compiled_at(2):
+            model = net() if kernels == "plain" else zerofx.compile(net(), {"kernels": kernels})
+            found[kernels] = []
+            for step, size in enumerate(sizes):
+                model.zero_grad()
+                loss = model(batch(step)[:size])
+                loss.backward()
+                found[kernels].append((loss.detach(), gradients(model)))
+        if kernels == "auto":
+            assert forms(model) == [("inductor", 2)]
+            assert len(model.zerofx.programs[0].sizes.symbols) == 1
+            assert_equal(found["auto"][-3:], found["inductor"][-3:], is_exact=True)
+    assert_equal(found["auto"], found["plain"], is_exact=False)
+
+
 @pytest.mark.usefixtures("_warm")
 def test_a_recording_keeps_the_form_that_it_began_with() -> None:
     model = zerofx.compile(net(), {"kernels": "auto"}, **CPU)
