@@ -5,9 +5,10 @@
 
 Each run is a process of its own whose caches are empty; the systems follow each other for one model
 after the other. A start is from launching Python to the end of a step. CPU seconds are those of the
-process and of the compilers that it has waited for: on a machine that does other work too, they say
-more. `kernels="auto"` goes on until its compiled regions are swapped in, for at most `--swap-limit`
-seconds. Ctrl-C writes what was measured until then.
+process and of the compilers that it has waited for, which those of "auto" and the pool of
+torch.compile are not: on a machine that does other work too, they say more. `kernels="auto"` goes
+on until its compiled regions are swapped in, for at most `--swap-limit` seconds. Ctrl-C writes what
+was measured until then.
 """
 
 from __future__ import annotations
