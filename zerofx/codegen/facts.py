@@ -58,7 +58,7 @@ FACTS = schema.record(
         "model": _TEXT,
         "training": schema.boolean,
         "world_size": schema.integer(1, 1 << 31),
-        "kernels": schema.one_of(("aten", "inductor")),
+        "kernels": schema.one_of(("aten", "inductor", "auto")),
         "debug": schema.boolean,
         "slots": schema.sequence(_COUNT),
         "layout": schema.record(

@@ -212,9 +212,14 @@ def _digest(of: bytes) -> str:
     return hashlib.blake2b(of, digest_size=16).hexdigest()
 
 
+def staging_mark() -> str:
+    """Return what ends the name of a file that this process writes and then renames."""
+    return f"{os.getpid()}-{secrets.token_hex(8)}"
+
+
 def replace_file(target: Path, content: bytes) -> None:
     """Write a private file of this user atomically, even if several hosts share a home folder."""
-    staging = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    staging = target.with_name(f".{target.name}.{staging_mark()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(staging, flags, 0o600), "wb") as file:
         file.write(content)

@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import random
-import secrets
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofx.compat.aliases import is_tensor_call, is_view, results_in_inputs
-from zerofx.compat.direct import load_direct, replace_file, save_direct
+from zerofx.compat.direct import load_direct, replace_file, save_direct, staging_mark
 from zerofx.compat.strides import TrueStrides, keep_strides
 from zerofx.compat.tracing import Symbols
 
@@ -135,7 +134,7 @@ def _compile_region(
         replace_file(_conditions_file(path), said.encode())
     if len(sources) == 1 and all(device == "cpu" for *_, device in usual):
         save_direct(sources[0], aliases, path)
-    staging = f"{path}.{secrets.token_hex(8)}"
+    staging = f"{path}.{staging_mark()}"
     artifact.save(path=staging, format="binary")
     os.chmod(staging, 0o600)  # it is run only if no other user may write to it
     os.replace(staging, path)

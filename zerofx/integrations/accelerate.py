@@ -275,7 +275,7 @@ def _check_dynamo(plugin: Any, plan: Plan) -> None:
             f"torch_compile with mode = {plugin.mode!r} is not supported. Leave the mode out. "
             "Plan(cuda_graph=True) replays graphs on one GPU."
         )
-    if plan.kernels != "inductor":
+    if plan.kernels == "aten":
         raise PlanError(
             f"torch_compile contradicts Plan(kernels={plan.kernels!r}). Leave one of them out."
         )

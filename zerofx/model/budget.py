@@ -71,7 +71,7 @@ def excess_bytes(program: Planned) -> int:
     compiled them.
     """
     budget = budget_bytes(program.plan)
-    if budget is None or not program.is_training or program.plan.kernels != "inductor":
+    if budget is None or not program.is_training or program.plan.kernels == "aten":
         return 0
     return max(0, _peak_bytes(program, program.loop) - budget)
 
@@ -85,7 +85,7 @@ def margin_for(program: Planned, excess: int) -> int:
 
 def warn_of_regions(program: Planned) -> None:
     """Warn if no choice keeps the compiled regions within the budget."""
-    if program.plan.kernels == "inductor":
+    if program.plan.kernels != "aten":
         _warn(
             program, "compiled by Inductor,", "Raise the budget to it, or use kernels='aten', "
             "which keeps it to the byte.",

@@ -45,6 +45,7 @@ from zerofx.policy import reduction
 from zerofx.policy.schedules import num_micro_batches
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler, ScaleRule
+from zerofx.runtime.regions.swap import Running
 
 if TYPE_CHECKING:
     from zerofx.model.module import CompiledModule
@@ -285,6 +286,15 @@ class Namespace:
         and whose call has come back is last.
         """
         return Programs(b.program for b in self.table.bound.values())
+
+    @property
+    def kernels(self) -> list[Running]:
+        """What the regions of each program run as, in the order of `programs`, and since when.
+
+        Under Plan(kernels="auto") a program begins on ATen: `since` is its first call that ran
+        compiled regions, counted from 1, the same on all ranks.
+        """
+        return self.table.kernels
 
     @property
     def islands(self) -> list[Island]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -59,14 +60,15 @@ from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run
 from zerofx.passes.placement import capture_options
 from zerofx.plan.fields import Patterns
-from zerofx.plan.rules import lets_sizes_vary
+from zerofx.plan.rules import lets_sizes_vary, starts_on_aten
 from zerofx.policy import reduction
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.pipeline import OwnStage, Parcel, PipelineRun
 from zerofx.runtime.regions.cache import prepare_regions
-from zerofx.runtime.regions.load import import_file
+from zerofx.runtime.regions.load import Later, compiled_later, import_file
+from zerofx.runtime.regions.swap import Running, Swap
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
 from zerofx.runtime.turns import GATHER, REDUCE, REFRESH, SYNC, Share
@@ -407,6 +409,7 @@ class ProgramTable:
         # Returns the handles of the hooks of an entry's modules, for keys.
         self.handles: Callable[[Entry], tuple[tuple[int, ...], ...]] = lambda entry: ()
         self._uses = count()
+        engine.turns.is_ready, engine.turns.swap = self._are_compiled, self._swap
         self._has_warned = self._has_warned_of_constants = self._has_warned_of_leaks = False
 
     def state(self, entry: Entry = MODEL) -> ModelState:
@@ -627,7 +630,8 @@ class ProgramTable:
             check_summable(name, param)  # it may have been frozen when it was sharded
         entry, plan, device = key[0].entry, setting.plan, self._engine.world.device
         name, state = entry.describe(self._model), self.state(entry)
-        prepare_regions(plan.kernels, device)
+        if plan.kernels != "aten" and not starts_on_aten(plan, device.type):
+            prepare_regions(device)
         read: list[Tensor] = []
         left: list[Change] = []
         options = capture_options(plan)
@@ -762,7 +766,10 @@ class ProgramTable:
         slots = slots_of(program)
         self._reserve(program, slots)
         self._engine.reserve_values(written_out(program), program.model_name)
-        module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
+        later: list[Later] = []
+        starts = starts_on_aten(program.plan, self._engine.world.device.type)
+        with compiled_later() if starts else contextlib.nullcontext(later) as later:
+            module = import_file(directory / "schedule.py", f"zerofx_program_{directory.name}")
         backward = module.backward if program.is_training else None
         made, forward = contract(program, describe_sizes(key[0])), module.forward
         self._engine.world.publish(made.graph[8:].hex(), program.captured)
@@ -777,10 +784,39 @@ class ProgramTable:
             forward, backward = recorded.forward, recorded.backward
         buffers, blame = self._buffers_of(program), Blame(program, directory)
         executable = Executable(forward, backward, made, self._engine, buffers, blame)
+        executable.is_auto = starts
+        if later:
+            label = f"{program.model_name} ({'training' if program.is_training else 'inference'})"
+            busy = self._engine.world.busy
+            executable.swap = Swap(later[0], (forward, backward), label, busy)
         self.bound[key] = bound = Bound(program, executable, slots, self._model)
         if self.on_bound is not None:
             self.on_bound(bound)
         return bound
+
+    # -- Plan(kernels="auto") ---------------------------------------------------------------------
+    @property
+    def kernels(self) -> list[Running]:
+        """What the regions of each bound program run as."""
+        found = []
+        for bound in self.bound.values():
+            run, program = bound.executable, bound.program
+            kind = "training" if program.is_training else "inference"
+            is_plain = run.swap is not None or program.plan.kernels == "aten" or program.plan.debug
+            state = "" if run.swap is None else run.swap.state
+            form = "aten" if is_plain else "inductor"
+            found.append(Running(f"{program.model_name} ({kind})", form, run.since, state))
+        return found
+
+    def _are_compiled(self) -> bool:
+        """Tell whether each program that is bound has its compiled regions, or could swap them."""
+        runs = [bound.executable for bound in self.bound.values()]
+        return all(run.form().endswith("=ready") for run in runs)
+
+    def _swap(self) -> None:
+        for bound in self.bound.values():
+            if bound.executable.swap is not None:
+                bound.executable.compiled()
 
     def _reserve(self, program: Planned, slots: Pool) -> None:
         """Allocate a program's slots; the memory of other programs then counts them too."""

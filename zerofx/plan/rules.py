@@ -60,6 +60,16 @@ def lets_sizes_vary(plan: Plan) -> bool:
     return plan.dynamic != "off" and not is_fixed
 
 
+def starts_on_aten(plan: Plan, device_type: str) -> bool:
+    """Tell whether a program's first calls run on ATen, while its regions are compiled.
+
+    A budget is met with what compiled regions allocate, which is not known before; a CUDA graph
+    records the kernels that it replays; processes that compile for a GPU take memory of it.
+    """
+    is_known_first = plan.memory_budget is not None or plan.cuda_graph or plan.debug
+    return plan.kernels == "auto" and device_type == "cpu" and not is_known_first
+
+
 def _against_graphs(plan: Plan) -> Iterator[str]:
     if not plan.cuda_graph:
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,18 +86,24 @@ class PipelineRun:
         what = f"{kind} of {contract.label}"
         self._engine.store.ledger.check_whole(what)
         state = f"micro_batches={len(micro_batches)}"
-        mine = " ".join(map(str, [self.part.position, *self._engine.stale()]))
+        run, is_ready = self.executable, 1
+        if run.is_auto:
+            is_ready = int(run.form().endswith("=ready"))
+        mine = " ".join(map(str, [is_ready, self.part.position, *self._engine.stale()]))
         choices = world.agree_but_for(what, f"{self._digest};{state}", f"again={mine}")
-        self._gather_again(choices)
+        said = [[*map(int, choice.partition("=")[2].split())] for choice in choices]
+        if run.swap is not None and all(ready for ready, *_ in said):
+            run.compiled()
+        run.calls += 1
+        self._gather_again(rest for _, *rest in said)
         self.executable.compare_inputs(micro_batches)
         if not contract.is_training:
             return self._infer(micro_batches[0])
         return [_Trained.apply(self, micro_batches, self._anchor.output)]
 
-    def _gather_again(self, choices: set[str]) -> None:
+    def _gather_again(self, said: Iterable[list[int]]) -> None:
         """Gather again the resident buckets that are stale on any rank of this stage."""
-        for choice in choices:
-            position, *buckets = map(int, choice.partition("=")[2].split())
+        for position, *buckets in said:
             if position == self.part.position:
                 self._engine.forget(buckets)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,10 @@ from zerofx.compat.tensors import as_own_tensor, memory_range, version_of
 from zerofx.errors import CaptureError, GradientError, ShardError
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
+from zerofx.runtime.regions.swap import Swap
 from zerofx.runtime.turns import ADDED, DISCARDED, RETURNED
+
+log = logging.getLogger("zerofx")
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,7 @@ class Call:
     watched: list[tuple[str, Tensor, int]] = field(default_factory=list)  # name, alias, version
     tangents: dict[int, TangentForm] = field(default_factory=dict)
     turn: int | None = None  # its number, if ranks take turns
+    backward: Callable[..., Any] | None = None  # of the form that its forward ran in
     sizes: Any = None  # the dynamic sizes, if a tally is kept
 
 
@@ -110,6 +115,11 @@ class Executable:
         self.forward, self.backward = forward, backward
         self.contract, self.engine, self.buffers = contract, engine, buffers
         self._explain = explain
+        # Under Plan(kernels="auto"), the form with compiled regions until it is swapped in.
+        self.swap: Swap | None = None
+        self.is_auto = False
+        self.calls, self.since = 0, 1  # forwards so far; the first of the form that runs now
+        self.keeps_form = False  # while it is recorded
         # Values that a discarded program needs again for the backward of an earlier forward.
         self.slots: Sequence[int] = ()
         self._anchor = engine.gradients.anchor()
@@ -168,7 +178,9 @@ class Executable:
             call.turn = engine.turns.forward(self.contract.label, self.contract.shares["forward"])
         else:
             state = f"buckets to gather again={engine.stale()}"
-            self._agree(f"{kind} of {self.contract.label}", state)
+            self._agree_on_form(f"{kind} of {self.contract.label}", state)
+        self.calls += 1
+        call.backward = self.backward
         if not self._has_compared:
             self._compare_inputs(call.leaves)
         with self.guard(call.leaves), self._own_random("forward"):
@@ -311,8 +323,8 @@ class Executable:
                 gradients.asked = self._agree_on_asked(used, named, state)
             with apart as found:
                 with self.guard(), torch.no_grad(), self._own_random("backward"):
-                    assert self.backward is not None
-                    grads = self.backward(engine, engine.store.shards, saved, tangents)
+                    assert call.backward is not None
+                    grads = call.backward(engine, engine.store.shards, saved, tangents)
                 engine.rest()
             self._anchor.add(found)
         except BaseException:
@@ -395,11 +407,34 @@ class Executable:
         leaves = self.contract.input_grads
         return [g if leaf in reached else None for leaf, g in zip(leaves, grads, strict=True)]
 
-    def _agree(self, what: str, state: str) -> None:
-        """Check that every rank is about to launch the same collectives."""
-        world = self.engine.world
-        if world.size > 1:
-            world.agree(what, f"{self.contract.digest};{state}", self.contract.graph)
+    def _agree_on_form(self, what: str, state: str) -> None:
+        """Make sure that every rank is about to launch the same collectives; swap if all can."""
+        world, digest = self.engine.world, f"{self.contract.digest};{state}"
+        if not self.is_auto:
+            if world.size > 1:
+                world.agree(what, digest, self.contract.graph)
+            return
+        mine = self.form()
+        if self.is_swapped_by(world.agree_but_for(what, digest, mine, self.contract.graph)):
+            self.compiled()
+
+    # -- Plan(kernels="auto"): ATen until all ranks have compiled regions --------------------------
+    def form(self) -> str:
+        """Return what this rank announces: whether it could run compiled regions, or does."""
+        is_ready = self.swap is None or (not self.keeps_form and self.swap.exists())
+        return f"compiled regions={'ready' if is_ready else 'not yet'}"
+
+    def is_swapped_by(self, forms: set[str]) -> bool:
+        """Tell whether this call, for which ranks announced these forms, swaps them."""
+        return self.swap is not None and forms == {"compiled regions=ready"}
+
+    def compiled(self) -> None:
+        """Run compiled regions from the next call on; earlier ones go on to their backwards."""
+        assert self.swap is not None
+        self.forward, self.backward = self.swap.take()  # type: ignore[assignment]
+        if self.calls:
+            log.info("%s: runs compiled regions from call %d on", self.swap.label, self.calls + 1)
+        self.swap, self.since = None, self.calls + 1
 
     def _take_saved(self, call: Call) -> list[Tensor]:
         if torch.is_grad_enabled():

@@ -34,6 +34,7 @@ GATHER, REFRESH, REDUCE, SYNC = "gather", "refresh", "reduce", "sync"
 ADDED, RETURNED, DISCARDED = "added to p.grad", "returned", "of inputs only"
 _MOST = 3000  # characters per announcement (the board's entries hold no more)
 _LAST = "~end"  # sorts after every other text
+_READY = f"{_LAST} ready"  # the same for a rank whose programs all have compiled regions
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,9 @@ class Turns:
         self._depth = 0  # nesting depth of forwards that run eagerly
         self._count = 0  # programs run so far by any rank
         self._backward = -1  # the backward whose end ranks wait for
+        # Under Plan(kernels="auto"): whether all programs can swap their regions, and the swap.
+        self.is_ready: Callable[[], bool] = lambda: False
+        self.swap: Callable[[], None] = lambda: None
 
     @property
     def are_taken(self) -> bool:
@@ -112,7 +116,9 @@ class Turns:
             raise
         self._depth -= 1
         if not self.are_taken and self._engine.world.size > 1:
-            self._wait(_LAST)
+            found = self._wait(_READY if self.is_ready() else _LAST)
+            if found == {f"next={_READY}"}:
+                self.swap()
 
     def forward(self, label: str, shares: str) -> int:
         """Wait for this program's turn, and return the number that its backward refers to."""
@@ -184,8 +190,11 @@ class Turns:
         self._backward = -1
         self._wait(_LAST)
 
-    def _wait(self, mine: str) -> None:
-        """Take part in other programs until all ranks announce this one, or it has its turn."""
+    def _wait(self, mine: str) -> set[str]:
+        """Take part in other programs until all ranks announce this one, or it has its turn.
+
+        At an end, return what all ranks announced.
+        """
         if len(mine) > _MOST:
             raise DesyncError(
                 f"{mine[:80]}...: it takes part in more collectives than ranks can announce to "
@@ -196,8 +205,8 @@ class Turns:
         while True:
             found = world.agree_but_for("choice of the next program", "", f"next={mine}")
             turn = min(each.partition("=")[2] for each in found)
-            if turn == mine:
-                return
+            if turn == mine or turn.startswith(_LAST):
+                return found
             self._take_part(turn)
 
     # -- taking part ----------------------------------------------------------------------------

@@ -62,7 +62,7 @@ FREE: dict[str, st.SearchStrategy[Any]] = {
     "update": st.sampled_from(["step", "in-backward"]),
     "buffers": st.sampled_from(["rank0", "local"]),
     "numerics": st.sampled_from(["bitwise", "fast"]),
-    "kernels": st.sampled_from(["inductor", "aten"]),
+    "kernels": st.sampled_from(["inductor", "auto", "aten"]),
     "max_programs": st.integers(1, 99),
     "sparse_gradients": st.booleans(),
     "debug": st.booleans(),

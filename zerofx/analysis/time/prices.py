@@ -68,7 +68,7 @@ class Roofline:
     @classmethod
     def of(cls, plan: Plan, hardware: Hardware, world_size: int) -> Roofline:
         """Return the prices of a plan's tasks, with its regions run as the plan says."""
-        is_compiled = plan.kernels == "inductor" and not plan.debug
+        is_compiled = plan.kernels != "aten" and not plan.debug
         return cls(hardware, world_size, is_compiled)
 
     @property

@@ -43,6 +43,7 @@ from zerofx.compat.inductor import (
 )
 from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
+from zerofx.runtime.regions.foreman import BUSY, CACHED, COMPILED
 from zerofx.runtime.regions.keys import (
     artifact_path,
     compiled_by,
@@ -50,6 +51,7 @@ from zerofx.runtime.regions.keys import (
     regions_dir,
     usual_sizes,
 )
+from zerofx.runtime.regions.progress import Progress
 
 log = logging.getLogger("zerofx")
 
@@ -57,6 +59,7 @@ LOCK_WAIT_S = 60.0
 """How long a process waits for another that compiles the same region, unless ZEROFX_TIMEOUT_S
 is less. After that, it compiles the region itself; at worst, the work is done twice."""
 _STUCK_S = 2.0  # timeout for Inductor's own locks after waiting for the region's lock has failed
+_UNHURRIED_S = 600.0  # the same if no call waits for the result
 _NAP_S = (0.01, 0.25)  # between two attempts to take a lock: first and maximum
 
 VARIANTS = 4  # per region, each compiled for other sizes
@@ -76,7 +79,7 @@ class CompileCount:
 _PROBE: list[threading.Thread] = []
 
 
-def prepare_regions(kernels: str, device: torch.device) -> None:
+def prepare_regions(device: torch.device) -> None:
     """Start, in the background, setup for compiling regions that capture does not depend on.
 
     With cold caches, Inductor tests the C++ compiler for vector instructions, program by program.
@@ -84,7 +87,7 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
     here before, these are likely cached, and loading them needs neither the tests nor Inductor
     itself.
     """
-    if kernels != "inductor" or device.type != "cpu" or _PROBE or mark_of_use().exists():
+    if device.type != "cpu" or _PROBE or mark_of_use().exists():
         return
     if inductor_problem():
         return
@@ -95,11 +98,12 @@ def prepare_regions(kernels: str, device: torch.device) -> None:
 
 @paused_collector()
 def compile_all(
-    modules: dict[str, ModuleType], units: Mapping[str, str] | None = None
+    modules: Mapping[str, ModuleType], units: Mapping[str, str] | None = None, label: str = "model"
 ) -> dict[str, Region]:
     """Compile or load every region; ranks of one host share the work, one region at a time each.
 
-    units: region -> the module of the model that it computes, for warnings.
+    units: region -> the module of the model that it computes, for warnings. label: the model's
+        name, for progress.
     """
     most = 2**31 - 1
     rank = from_environment("LOCAL_RANK", 0, most, 0)
@@ -108,16 +112,20 @@ def compile_all(
     done: dict[str, Region] = {}
     waiting = names[turn:] + names[:turn]
     failed: dict[str, str] = {}
-    for patient in (False, True):  # first the regions that no other process compiles, then the rest
-        for name in list(waiting):
-            module = modules[name]
-            path = _path(module, _hints(module))
-            made = _compiled(name, module, path, _hints(module), patient)
-            if made is not None:
-                done[name] = made[0] if made[1] is None else _Variants(name, module, made)
-                waiting.remove(name)
-                if reason := _failure(path):
-                    failed[name] = reason
+    with Progress(label, len(names)) as progress:
+        # first the regions that no other process compiles, then the rest
+        for patient in (False, True):
+            for name in list(waiting):
+                module, before = modules[name], CompileCount.compiled
+                path = _path(module, _hints(module))
+                made = _compiled(name, module, path, _hints(module), patient)
+                if made is not None:
+                    done[name] = made[0] if made[1] is None else _Variants(name, module, made)
+                    waiting.remove(name)
+                    if reason := why_not_compiled(path):
+                        failed[name] = reason
+                    is_new = CompileCount.compiled > before
+                    progress.count("failed" if reason else "compiled" if is_new else "cached")
     if failed and rank == 0:  # the other ranks of this host read the same cache
         _warn(failed, units or {})
     return done
@@ -133,6 +141,29 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
         "kernels='aten' to silence this.\n  %s",
         len(failed), regions_dir(), "\n  ".join(said),
     )  # fmt: skip
+
+
+def place_of(module: ModuleType) -> tuple[Path, str]:
+    """Return where the artifact of a region lies, or would lie, and the region's source."""
+    return _path(module, _hints(module)), Path(str(module.__file__)).read_text()
+
+
+def compile_for_trainer(name: str, module: ModuleType, path: Path, patient: bool) -> str:
+    """Compile a region for another process to load; return what became of it.
+
+    BUSY: a third one compiles it. Only who is `patient` leaves it to that.
+
+    Raises:
+        ProgramError: nothing can be compiled on this machine.
+        Exception: the region uses an operator that this process does not have.
+    """
+    with _lock(path.with_suffix(".lock"), 0.0) as held:
+        if is_at_hand(path):
+            return CACHED
+        if patient and not held:
+            return BUSY
+        _compile(name, module, path, _hints(module), _UNHURRIED_S if held else _STUCK_S)
+    return COMPILED
 
 
 def _path(module: ModuleType, hints: Hints) -> Path:
@@ -162,7 +193,7 @@ def generated_source(path: Path) -> tuple[Path | None, bool]:
     source = Path(wrapper_of(str(path)))
     if source.exists():
         return source, True
-    return None, _num_bytes(path) == 0 and _is_known(path)
+    return None, _num_bytes(path) == 0 and is_at_hand(path)
 
 
 def compile_missing(name: str, module: ModuleType) -> None:
@@ -184,11 +215,11 @@ def _compiled(
     name: str, module: ModuleType, path: Path, hints: Hints, patient: bool
 ) -> Variant | None:
     limit_s = lock_limit_s()
-    if not _is_known(path):
+    if not is_at_hand(path):
         with _lock(path.with_suffix(".lock"), limit_s if patient else 0.0) as held:
             if not (held or patient):
                 return None
-            if not _is_known(path):
+            if not is_at_hand(path):
                 return _compile(name, module, path, hints, limit_s if held else _STUCK_S)
     num_bytes = _num_bytes(path)
     if num_bytes == 0:  # nothing to compile: the region runs as is
@@ -332,7 +363,7 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
         probe.join()
     mark_of_use().touch()
     gm = _as_graph(getattr(module, name), len(_specs(module)), list(hints))
-    if _failure(path):  # of another version; the artifact goes first, for ranks that look now
+    if why_not_compiled(path):  # of another version; the artifact goes first, for ranks that look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
     reason, compiled = _refusal(hints), None
@@ -378,7 +409,7 @@ def _failed(path: Path) -> Path:
     return path.with_suffix(".failed")
 
 
-def _failure(path: Path) -> str:
+def why_not_compiled(path: Path) -> str:
     """Return why a region could not be compiled, or an empty string if it was compiled."""
     if _num_bytes(path):
         return ""
@@ -388,7 +419,7 @@ def _failure(path: Path) -> str:
         return ""
 
 
-def _is_known(path: Path) -> bool:
+def is_at_hand(path: Path) -> bool:
     """Return whether there is an artifact, or a failure that this version would repeat."""
     num_bytes = _num_bytes(path)
     if num_bytes is None or num_bytes:

@@ -12,7 +12,7 @@ import inspect
 import linecache
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
@@ -43,8 +43,9 @@ log = logging.getLogger("zerofx")
 
 MOST_BYTES = 1 << 30  # limit for one emitted file
 _FACTS = record(
-    {"kernels": one_of(("aten", "inductor")), "debug": boolean}, regions=mapping(text(), text())
-)
+    {"kernels": one_of(("aten", "inductor", "auto")), "debug": boolean},
+    regions=mapping(text(), text()), model=text(),
+)  # fmt: skip
 
 
 def import_file(path: Path, name: str) -> ModuleType:
@@ -106,11 +107,64 @@ def load_kernels(schedule_file: str) -> Any:
     return import_file(directory / "kernels.py", "zerofx_kernels")
 
 
+class Later:
+    """The regions of a program that begins with ATen, and what compiles them meanwhile.
+
+    modules: the regions' files. plain: the regions that run before, by name.
+    """
+
+    def __init__(self, modules: dict[str, ModuleType], facts: Mapping[str, Any]) -> None:
+        self.modules = modules
+        self.units: Mapping[str, str] = facts.get("regions", {})
+        self.label: str = facts.get("model", "model")
+        self.plain = SimpleNamespace()
+
+    def compiled(self) -> dict[str, Region]:
+        """Return the compiled regions; those that the cache lacks are compiled now."""
+        made = compile_all(self.modules, self.units, self.label)
+        return {
+            name: following(made[name], getattr(module, "OUTPUTS", None))
+            for name, module in self.modules.items()
+        }
+
+
+_LATER: ContextVar[list[Later] | None] = ContextVar("later", default=None)
+
+
+@contextlib.contextmanager
+def compiled_later() -> Iterator[list[Later]]:
+    """Give what is imported inside ATen regions; yield a list of what may take their place."""
+    found: list[Later] = []
+    token = _LATER.set(found)
+    try:
+        yield found
+    finally:
+        _LATER.reset(token)
+
+
+def with_regions(
+    functions: Sequence[Callable[..., Any] | None], later: Later, regions: Mapping[str, Region]
+) -> list[Callable[..., Any] | None]:
+    """Return functions of a schedule that call other regions, and are the same for the rest."""
+    instead = {id(plain): regions[name] for name, plain in vars(later.plain).items()}
+    made: list[Callable[..., Any] | None] = []
+    for function in functions:
+        if function is None:
+            made.append(None)
+            continue
+        assert isinstance(function, FunctionType), f"{function} is no function of a schedule"
+        own = {key: instead.get(id(held), held) for key, held in function.__globals__.items()}
+        own["regions"] = SimpleNamespace(**regions)
+        made.append(FunctionType(function.__code__, own, function.__name__))
+    return made
+
+
 def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     """Return the program's regions by name, each a function of one list that it empties.
 
     `kernels` defaults to the entry in fingerprint.json. "inductor" compiles each file once and
-    caches the result per user; "aten" runs the file as it is.
+    caches the result per user; "aten" runs the file as it is. "auto" is the same as "inductor",
+    except for modules that are imported within `compiled_later`.
     """
     directory = Path(schedule_file).parent
     if (reader := _READER.get()) is not None:
@@ -124,10 +178,14 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     found = SimpleNamespace()
     paths = sorted((directory / "regions").glob("*.py"))
     modules = {p.stem: import_file(p, f"zerofx_region_{p.stem}") for p in paths}
-    if kernels == "inductor" and not _has_compiler():
-        kernels = "aten"
-    units = facts.get("regions", {})
-    compiled = compile_all(modules, units) if kernels == "inductor" else {}
+    later = Later(modules, facts)
+    compiled: dict[str, Region] = {}
+    waiting = _LATER.get() if kernels == "auto" else None
+    if waiting is not None:
+        waiting.append(later)
+        found = later.plain
+    elif kernels != "aten" and _has_compiler():
+        compiled = compile_all(modules, later.units, later.label)
     for name, module in modules.items():
         plain = _checked(module, name) if facts["debug"] else getattr(module, name)
         strides = getattr(module, "OUTPUTS", None)  # absent from older programs
@@ -199,7 +257,7 @@ def _following_sizes(function: Region, strides: Callable[..., Strides]) -> Regio
 def _has_compiler() -> bool:
     problem = inductor_problem()
     if problem:
-        log.warning("kernels='inductor' falls back to ATen: %s", problem)
+        log.warning("kernels='inductor' or 'auto' falls back to ATen: %s", problem)
     return not problem
 
 

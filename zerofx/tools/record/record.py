@@ -195,6 +195,7 @@ class _Recorder:
                 noting.beside = None
             for bound, forward, backward in self._before:
                 bound.executable.forward, bound.executable.backward = forward, backward
+                bound.executable.keeps_form = False
             for hook in hooks:
                 hook.remove()
         if self._steps:
@@ -202,6 +203,7 @@ class _Recorder:
 
     def _watch(self, bound: Bound) -> None:
         run = bound.executable
+        run.keeps_form = True
         self._before.append((bound, run.forward, run.backward))
         take = partial(self._take, bound.program)
         over = {}

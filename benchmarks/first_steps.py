@@ -1,0 +1,216 @@
+"""Seconds to the first and third training step from cold caches: each form of regions, and peers.
+
+    python -m benchmarks.first_steps                       # a convnet, an LSTM and GPT-2
+    python -m benchmarks.first_steps --models lstm --systems auto,inductor --note "a quiet machine"
+
+Each run is a process of its own whose caches are empty; the systems follow each other for one model
+after the other. A start is from launching Python to the end of a step. CPU seconds are those of the
+process and of the compilers that it has waited for, which those of "auto" and the pool of
+torch.compile are not: on a machine that does other work too, they say more. `kernels="auto"` goes
+on until its compiled regions are swapped in, for at most `--swap-limit` seconds. Ctrl-C writes what
+was measured until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.pool import Group
+from benchmarks.report import Column, finish
+
+SYSTEMS = ("eager", "aten", "auto", "inductor", "torch.compile")
+MODELS = ("convnet", "lstm", "gpt2")
+SEED, BATCH, LATER = 0, 8, 10
+TIMEOUT_S = 1800
+
+
+class Residual(nn.Module):
+    """Two convolutions with batch norms, next to the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.second = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norms[0](self.first(x)).relu()
+        return (x + self.norms[1](self.second(h))).relu()
+
+
+class ConvNet(nn.Module):
+    """A small ResNet: three widths of two residual blocks, and a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (16, 32, 64)
+        self.stem = nn.Conv2d(3, widths[0], 3, padding=1)
+        self.stages = nn.ModuleList(
+            nn.Sequential(Residual(w), Residual(w), nn.Conv2d(w, 2 * w, 2, stride=2))
+            for w in widths
+        )
+        self.head = nn.Linear(2 * widths[-1], 10)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)
+
+
+class TextLSTM(nn.Module):
+    """A language model of two LSTM layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(256, 128)
+        self.lstm = nn.LSTM(128, 128, num_layers=2, batch_first=True)
+        self.head = nn.Linear(128, 256)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden, _ = self.lstm(self.embed(x))
+        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
+
+
+class Transformer(nn.Module):
+    """transformers' GPT-2 of four layers, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        self.gpt = GPT2LMHeadModel(
+            GPT2Config(
+                vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False
+            )
+        )
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss: Tensor = self.gpt(x, labels=y).loss
+        return loss
+
+
+def batch_of(model: str) -> tuple[Tensor, Tensor]:
+    if model == "convnet":
+        return torch.randn(BATCH, 3, 32, 32), torch.randint(0, 10, (BATCH,))
+    tokens = torch.randint(0, 256, (BATCH, 64))
+    return tokens, tokens
+
+
+class Job:
+    """What a worker serves: training steps of one model under one system."""
+
+    def __init__(self, system: str, model: str, began: float) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(SEED)
+        self._began = began
+        plain = {"convnet": ConvNet, "lstm": TextLSTM, "gpt2": Transformer}[model]()
+        self._args = batch_of(model)
+        self._model: nn.Module = plain
+        if system == "torch.compile":
+            self._model = torch.compile(plain)  # type: ignore[assignment]
+        elif system != "eager":
+            import zerofx  # here, so that the other processes stay free of it
+
+            self._model = zerofx.compile(plain, {"kernels": system}, device="cpu")
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4)
+
+    def steps(self, swap_limit_s: float) -> dict[str, Any]:
+        """Train; return the seconds since the launch of Python, and the later steps' median."""
+        ends, cpu = [], []
+        for _ in range(3):
+            ends.append(self._step())
+            cpu.append(_cpu_s())
+        found: dict[str, Any] = {"first_s": ends[0], "third_s": ends[2]}
+        found |= {"first_cpu_s": cpu[0], "third_cpu_s": cpu[2]}
+        kernels = getattr(getattr(self._model, "zerofx", None), "kernels", [])
+        began = time.perf_counter()
+        while kernels and kernels[0].form == "aten" and kernels[0].state:
+            if time.perf_counter() - began > swap_limit_s:
+                break
+            ends.append(self._step())
+            kernels = self._model.zerofx.kernels
+        is_swapped = bool(kernels) and kernels[0].form == "inductor" and kernels[0].since > 1
+        found["swap_s"] = ends[-1] if is_swapped else None
+        found["swap_call"] = kernels[0].since if is_swapped else None
+        times = []
+        for _ in range(LATER):
+            start = time.perf_counter()
+            self._step()
+            times.append(time.perf_counter() - start)
+        return found | {"later_ms": 1e3 * statistics.median(times)}
+
+    def _step(self) -> float:
+        loss = self._model(*self._args)
+        loss.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return time.time() - self._began
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process, and of those that it has waited for."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
+def run(system: str, model: str, swap_limit_s: float) -> dict[str, Any]:
+    """Return one line: a cold start of one system."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        env = {
+            "TORCHINDUCTOR_CACHE_DIR": str(Path(folder) / "inductor"),
+            "ZEROFX_CACHE_DIR": str(Path(folder) / "zerofx"),
+        }
+        args = {"system": system, "model": model, "began": time.time()}
+        with Group(system, "benchmarks.first_steps:Job", args, 1, env) as group:
+            group.ready(TIMEOUT_S)
+            (found,) = group.call("steps", TIMEOUT_S, swap_limit_s=swap_limit_s)
+    return {"model": model, "system": system} | found
+
+
+COLUMNS = [
+    Column("model", "model"),
+    Column("system", "system"),
+    Column("first_s", "to the first step s", "{:.1f}"),
+    Column("third_s", "to the third step s", "{:.1f}"),
+    Column("first_cpu_s", "CPU to the first s", "{:.1f}"),
+    Column("third_cpu_s", "CPU to the third s", "{:.1f}"),
+    Column("swap_s", "to the swap s", "{:.1f}"),
+    Column("swap_call", "swap at call", "{:d}"),
+    Column("later_ms", "later steps ms", "{:.1f}"),
+]
+
+
+def main() -> None:
+    """Measure what the command line chooses, show it and write it."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help=", ".join(SYSTEMS))
+    parser.add_argument("--models", default=",".join(MODELS), help=", ".join(MODELS))
+    parser.add_argument("--swap-limit", type=float, default=600.0, help="seconds")
+    parser.add_argument("--note", default="", help="what else the machine did, for the result")
+    options = parser.parse_args()
+    for name, known in (("systems", SYSTEMS), ("models", MODELS)):
+        chosen = getattr(options, name).split(",")
+        if not set(chosen) <= set(known):
+            parser.error(f"--{name} {','.join(chosen)}: known are {', '.join(known)}")
+    lines: list[dict[str, Any]] = []
+    with contextlib.suppress(KeyboardInterrupt):
+        for model in options.models.split(","):
+            for system in options.systems.split(","):
+                lines.append(run(system, model, options.swap_limit))
+                print(lines[-1], flush=True)
+    finish("first_steps", COLUMNS, lines, options)
+
+
+if __name__ == "__main__":
+    main()
