@@ -4,8 +4,8 @@
     python -m benchmarks.slow_links --losses 300
 
 Two ranks live in network namespaces of their own, joined by a veth pair whose both ends are shaped
-by tbf (needs root, and iproute2). All systems train the same model in the same two processes, a step
-each by turns; ratios are medians over the turns. `--losses` needs no namespaces: it trains from the
+by tbf (needs root, and iproute2). All systems train the same model in the same two processes, one
+step each by turns; ratios are medians over the turns. `--losses` needs no namespaces: it trains from the
 same weights and batches with and without blocks, and compares the means of the last 20 losses.
 """
 
@@ -154,7 +154,8 @@ def losses_of(rank: int, system: str, size: str, steps: int, folder: str) -> Non
     model, _ = make(system, size)
     optimizer = zerofx.optim.AdamW(model.parameters(), lr=1e-3)
     chosen = SIZES[size]
-    batches = Batches(load_text(TEXT_BYTES).train, chosen.batch, chosen.model.seq, rank=rank, world_size=2)
+    text = load_text(TEXT_BYTES).train
+    batches = Batches(text, chosen.batch, chosen.model.seq, rank=rank, world_size=2)
     last = []
     for number in range(steps):
         loss = model(*batches.at(number))

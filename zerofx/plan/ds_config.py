@@ -424,9 +424,9 @@ class _Reading:
         fields |= self._offload(fields["stage"])
         if self.get("sparse_gradients"):
             fields["sparse_gradients"] = True
-        for field in ("quantized_weights", "quantized_gradients"):
-            if self.get(f"zero_optimization.zero_{field}"):
-                fields |= {field: True, "numerics": "fast"}
+        for name in ("quantized_weights", "quantized_gradients"):
+            if self.get(f"zero_optimization.zero_{name}"):
+                fields |= {name: True, "numerics": "fast"}
         refused = [row for row in self.rows.values() if row.verdict == "refused"]
         if refused:
             raise PlanError(_refusal([self._as_written(row) for row in refused]))

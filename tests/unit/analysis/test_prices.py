@@ -187,9 +187,7 @@ def test_convolutions_are_priced_between_measured_channels() -> None:
     other = dataclasses.replace(here, curves={"convolution.fp32.weight.1x1.8": [[128, 0.1]]})
     assert Roofline(other).kernel_us(second) == pytest.approx(second.flops / 0.7 / 1e3)
     for name in ("convolution.fp32", "convolution.fp32.forward.5x5.8"):
-        with pytest.raises(
-            PlanError, match=r"not named convolution\.FORMAT\.PASS.*Measure it"
-        ):
+        with pytest.raises(PlanError, match=r"not named convolution\.FORMAT\.PASS.*Measure it"):
             hardware(curves={name: [[128, 0.1]]})
 
 

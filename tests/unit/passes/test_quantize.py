@@ -1,4 +1,4 @@
-"""quantize: collectives in 8-bit blocks, which change values within a bound and halve nothing else."""
+"""quantize: collectives in 8-bit blocks, whose values differ within a declared bound."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ from zerofx.passes.pipeline import run
 from zerofx.plan.plan import Plan
 
 CHOICE = Choice(3, units=FINE)
+OFFLOAD = {"optimizer": "cpu", "parameters": "cpu"}
 FIELDS = {"numerics": "fast", "quantized_weights": True, "quantized_gradients": True}
 
 
@@ -214,7 +215,7 @@ def trained(case: str, plan: dict[str, Any], steps: int = 6) -> tuple[list[float
         (2, {"stage": 3}),
         pytest.param(2, {"stage": 3, "precision": "bf16"}, marks=pytest.mark.slow),
         pytest.param(2, {"stage": 3, "activations": "recompute"}, marks=pytest.mark.slow),
-        pytest.param(2, {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu"}}, marks=pytest.mark.slow),
+        pytest.param(2, {"stage": 3, "offload": OFFLOAD}, marks=pytest.mark.slow),
         pytest.param(4, {"stage": 3, "shard_axis_size": 2}, marks=pytest.mark.slow),
         pytest.param(3, {"stage": 3}, marks=pytest.mark.slow),
     ],

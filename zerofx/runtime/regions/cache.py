@@ -363,7 +363,7 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
         probe.join()
     mark_of_use().touch()
     gm = _as_graph(getattr(module, name), len(_specs(module)), list(hints))
-    if why_not_compiled(path):  # of another version; the artifact goes first, for ranks that look now
+    if why_not_compiled(path):  # of another version; the artifact goes first: ranks may look now
         path.unlink(missing_ok=True)
         _failed(path).unlink(missing_ok=True)
     reason, compiled = _refusal(hints), None
