@@ -4,9 +4,10 @@
     python -m benchmarks.slow_links --losses 300
 
 Two ranks live in network namespaces of their own, joined by a veth pair whose both ends are shaped
-by tbf (needs root, and iproute2). All systems train the same model in the same two processes, one
-step each by turns; ratios are medians over the turns. `--losses` needs no namespaces: it trains from the
-same weights and batches with and without blocks, and compares the means of the last 20 losses.
+by tbf (needs root, and iproute2). All systems train the same model in the same two processes and
+take turns, one step each; ratios are medians over the turns. `--losses` needs no namespaces: it
+trains from the same weights and batches with and without blocks, and compares the means of the last
+20 losses.
 """
 
 from __future__ import annotations
