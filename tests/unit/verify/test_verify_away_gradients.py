@@ -67,9 +67,7 @@ def offloaded_while_it_is_reduced() -> Planned:
     return p
 
 
-@broken(
-    r"offload_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, after"
-)
+@broken(r"offload_grad\w* reads reduced bucket 2 .*: a reduced slice is for store_grad only, after")
 def offloaded_twice() -> Planned:
     p = away()
     launch, wait, _ = offloaded(p)
