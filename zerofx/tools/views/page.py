@@ -247,7 +247,7 @@ def _limits(shown: Shown) -> list[tuple[str, int]]:
     if planned.plan.memory_budget:
         found.append(("budget", planned.plan.memory_budget))
     hardware = planned.hardware if shown.predicted is None else shown.predicted.hardware
-    found.append((f"{hardware.device} has", available_bytes(hardware)))
+    found.append((hardware.device, available_bytes(hardware)))
     return found
 
 

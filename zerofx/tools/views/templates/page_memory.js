@@ -37,7 +37,7 @@ function drawMemory() {
     g.beginPath(); g.moveTo(MARGIN, yOf(n)); g.lineTo(width, yOf(n)); g.stroke();
   }
   if (main.held.length) drawHeld(g, width, own);
-  for (const [name, n] of limits) line(g, width, n, ui.limit, `${name} ${bytes(n)}`);
+  for (const [name, n] of limits) line(g, width, n, ui.limit, `${name === "budget" ? name : name + " has"} ${bytes(n)}`);
   const peak = xOf(main.folding.to((main.times[D.peak_step][0] + main.times[D.peak_step][1]) / 2), width);
   if (peak >= MARGIN && peak <= width) {
     g.fillStyle = ui.ink; g.beginPath(); g.arc(peak, yOf(D.peak_bytes), 3, 0, 7); g.fill();
