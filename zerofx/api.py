@@ -212,14 +212,14 @@ def _connect(
     is_stage_0 = plan.stage == 0
     parallel = plan.parallel
     if mesh is not None and parallel.is_used:
-        axis = "tensor" if parallel.tensor > 1 else "pipeline"
+        axis, size = next(reversed(parallel.axes.items()))
         raise PlanError(
-            f"mesh was given, and Plan.parallel.{axis} is {getattr(parallel, axis)}: zerofx makes "
+            f"mesh was given, and Plan.parallel.{axis} is {size}: zerofx makes "
             "the mesh of all ranks itself where it divides layers. Leave mesh out"
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
-        parallel.pipeline,
+        parallel.pipeline, parallel.context,
     )  # fmt: skip
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh says so

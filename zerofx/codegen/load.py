@@ -494,9 +494,10 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
 
 def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
     plan = Plan.load(emitted.directory / "plan.yaml")
-    if plan.parallel.tensor > 1:
+    if plan.parallel.value_ranks > 1:
+        what = "layers" if plan.parallel.tensor > 1 else "sequences"
         raise ProgramError(
-            f"{emitted.directory}: its plan cuts layers over {plan.parallel.tensor} ranks, and how "
+            f"{emitted.directory}: its plan cuts {what} over {plan.parallel.value_ranks} ranks, and how "
             "values lie over these is not in the files, so that it cannot be proved. Compile the "
             "model under the plan instead"
         )

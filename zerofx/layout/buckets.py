@@ -128,22 +128,31 @@ class Bucket:
 
 
 # The axes of the grid of ranks, the slowest first: along the last one, ranks are numbered 0, 1, 2.
-# Along the data axes each rank has samples of its own; along the others all have the same ones.
+# Along the others all ranks have the same samples; along the data axes each has its own, unless
+# neighbours share them, each with a part of the sequence. Those are the ranks of the context axis,
+# which is no further axis of the grid: shards and reductions go over it as over all data axes.
 AXES = ("pipeline", "replicate", "shard", "tensor")
 DATA_AXES = ("replicate", "shard")
+CONTEXT = "context"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """How many ranks there are along each of AXES."""
+    """How many ranks there are along each of AXES.
+
+    context: how many neighbours along the data axes share their samples.
+    """
 
     sizes: tuple[int, ...]
+    context: int = 1
 
     @classmethod
-    def of(cls, **sizes: int) -> Mesh:
+    def of(cls, *, context: int = 1, **sizes: int) -> Mesh:
         """Return the mesh with these axes. The others have one rank."""
         assert sizes.keys() <= {*AXES}, f"{sizes.keys() - {*AXES}} are no axes of a mesh"
-        return cls(tuple(sizes.get(axis, 1) for axis in AXES))
+        made = cls(tuple(sizes.get(axis, 1) for axis in AXES), context)
+        assert made.num_reducing % context == 0, f"{context} do not divide {made}"
+        return made
 
     @property
     def num_ranks(self) -> int:
@@ -151,15 +160,22 @@ class Mesh:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks have samples of their own."""
+        """How many ranks, or groups of ranks along the context axis, have samples of their own."""
+        return self.num_reducing // self.context
+
+    @property
+    def num_reducing(self) -> int:
+        """Over how many ranks a gradient is summed."""
         return math.prod(map(self.along, DATA_AXES))
 
     def along(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
-        return self.sizes[AXES.index(axis)]
+        return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
 
     def stride(self, axis: str) -> int:
         """Return how far the numbers of neighbours along an axis are apart."""
+        if axis == CONTEXT:
+            axis = DATA_AXES[-1]
         return math.prod(self.sizes[AXES.index(axis) + 1 :])
 
     def position(self, axis: str, rank: int) -> int:

@@ -257,13 +257,14 @@ def say(own: Namespace, island: Island) -> None:
     """Tell the user that a function has become an island, and what that means.
 
     Raises:
-        CaptureError: the plan cuts layers over a tensor axis, which an eager forward cannot be.
+        CaptureError: the plan cuts layers or sequences, which an eager forward cannot be.
     """
-    if own.plan.parallel.tensor > 1:
+    parallel = own.plan.parallel
+    if parallel.value_ranks > 1:
         raise CaptureError(
             f"{island.entry.describe(own.model)} cannot be captured "
             f"({island.reason.removeprefix('capture: ').rstrip('.')}), and what runs eagerly "
-            f"cannot be cut over Plan.parallel.tensor = {own.plan.parallel.tensor} ranks"
+            f"cannot be cut over Plan.parallel.{parallel.value_axis} = {parallel.value_ranks} ranks"
         )
     if own.world.rank != 0:
         return

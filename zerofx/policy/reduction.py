@@ -85,9 +85,9 @@ def is_put_off(layout: Layout, stage: int) -> bool:
     """Tell whether no_sync puts reductions off.
 
     At stages 2 and 3, and with an offloaded optimizer, whole gradients are never held, so that
-    every backward reduces. A single data rank has nothing to put off.
+    every backward reduces. A single rank has nothing to put off.
     """
-    has_several = layout.mesh.num_data_ranks > 1
+    has_several = layout.mesh.num_reducing > 1
     return stage <= 1 and has_several and not any(b.is_away for b in layout.buckets)
 
 

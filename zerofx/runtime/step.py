@@ -496,11 +496,12 @@ class Executable:
             return
         generator = _generator(world.device)
         before = generator.get_state()
-        axis = world.axis("tensor")
-        if axis.size > 1:  # who shares a layer draws the same for what all of them have
-            box = torch.tensor([seed], device=world.device)
-            axis.broadcast(box, 0, "seed of what forward draws").wait()
-            seed = int(box)
+        for name in ("tensor", "context"):
+            axis = world.axis(name)
+            if axis.size > 1:  # who shares a layer draws the same for what all of them have
+                box = torch.tensor([seed], device=world.device)
+                axis.broadcast(box, 0, "seed of what forward draws").wait()
+                seed = int(box)
         stream = world.data_rank + world.axis("pipeline").rank * world.data_size
         generator.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
         try:
@@ -510,7 +511,10 @@ class Executable:
 
 
 # The axes along which ranks have the same samples, and what these ranks do.
-_SHARING = {"tensor": "share each layer", "pipeline": "have layers of the model each"}
+_SHARING = {
+    "tensor": "share each layer", "context": "share each sequence",
+    "pipeline": "have layers of the model each",
+}  # fmt: skip
 
 
 def _digest(leaf: Any) -> Tensor:

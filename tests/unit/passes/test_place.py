@@ -20,13 +20,13 @@ from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import hardware_for
 from zerofx.ir.meta import Role, info, set_info, value
-from zerofx.ir.placing import AXIS
 from zerofx.ir.program import JOINT, Planned
 from zerofx.ir.verify import verify
-from zerofx.layout.placements import Cut, R
+from zerofx.layout.placements import Cut, P, Placement, R
 from zerofx.layout.styles import styles_of
 from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
 from zerofx.passes.merge_tied import MergeTied
+from zerofx.passes.open_losses import OpenLosses
 from zerofx.passes.order import Setting
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.pipeline import run
@@ -49,6 +49,7 @@ def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
     _, program = captured(name)
     whole = program.planned().clone()
     OpenProducts(parallel).run(whole)
+    OpenLosses(parallel.context).run(whole)
     MergeTied().run(whole)
     cut = whole.clone()
     Place(parallel).run(cut)
@@ -65,7 +66,7 @@ def check(name: str, parallel: Parallel) -> Planned:
     whole, cut = placed(name, parallel)
     given = values_of(whole, model, batch(name))
     results, values = run_whole(whole.graphs[JOINT], given)
-    ranks = parallel.tensor
+    ranks = parallel.value_ranks
     lies = [info(n).placed.gives for n in cut.placeholders(JOINT)]
     each = [
         [cut_for(v, at, rank, ranks) for v, at in zip(given, lies, strict=True)]
@@ -90,9 +91,12 @@ def check(name: str, parallel: Parallel) -> Planned:
     for spec, *mine, expected in zip(whole.outputs[JOINT], *found, results, strict=True):
         if expected is None:
             continue
-        part = cut.params[spec.name].part if spec.role is Role.GRAD else None
-        got = together(mine, part.cut) if part else mine[0]
-        assert part or all(torch.equal(m, mine[0]) for m in mine), spec
+        due: Placement = R
+        if spec.role is Role.GRAD:
+            part = cut.params[spec.name].part
+            due = part.cut if part else P if parallel.context > 1 else R
+        got = together(mine, due)
+        assert due != R or all(torch.equal(m, mine[0]) for m in mine), spec
         torch.testing.assert_close(
             got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, s=spec: f"{s}: {m}"
         )
@@ -206,9 +210,9 @@ def mutants(program: Planned) -> Iterator[tuple[str, Planned]]:
                     node.target, node.target
                 )
             elif more and kind == "dim":
-                node.args = (source, AXIS, (more[0] + 1) % value(node).dim(), *more[1:])
+                node.args = (source, node.args[1], (more[0] + 1) % value(node).dim(), *more[1:])
             elif more and kind == "groups":
-                node.args = (source, AXIS, more[0], more[1] + 1, *more[2:])
+                node.args = (source, node.args[1], more[0], more[1] + 1, *more[2:])
             else:
                 continue
             if [n.args for n in graph.nodes] != [n.args for n in program.graph(JOINT).nodes] or (
