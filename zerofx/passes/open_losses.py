@@ -49,7 +49,7 @@ class OpenLosses(Pass):
 
 
 def _is_plain(node: fx.Node) -> bool:
-    """Say whether a loss has no weights of classes, is a mean or a sum, and of rows [n, classes]."""
+    """Say whether a loss has no weights of classes, and is a mean or a sum over [n, classes]."""
     logs, _, weight, reduction, _ = node.args
     is_rows = value(logs).dim() == 2  # type: ignore[arg-type]
     return weight is None and reduction in (_MEAN, _SUM) and is_rows

@@ -2,10 +2,10 @@
 
 Over the tensor axis the cuts of parameters are the seeds. Over the context axis parameters are
 whole, and the seeds are what is looked up for each position of a sequence: from there on values are
-cut along the sequence, but for attention, which is cut by heads. The walk goes through the joint graph once and picks, for
-every call, the way (`ir.placing`) that costs least: what conversions of its arguments send, and
-what it computes on every rank alike. With the seeds of Megatron-LM the collectives are its own, and
-with those of the context axis they are DeepSpeed-Ulysses'.
+cut along the sequence, but for attention, which is cut by heads. The walk goes through the joint
+graph once and picks, for every call, the way (`ir.placing`) that costs least: what conversions of
+its arguments send, and what it computes on every rank alike. With the seeds of Megatron-LM the
+collectives are its own, and with those of the context axis they are DeepSpeed-Ulysses'.
 
 Rules that the counts rest on: a sum of summands is made once, for all who read it; parameters stay
 where they are; a product that makes a parameter's gradient gives it as the parameter lies; what is
