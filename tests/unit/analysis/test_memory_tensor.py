@@ -1,4 +1,4 @@
-"""Predicted and measured peaks of layers that are cut over ranks."""
+"""Predicted and measured peaks of layers, and of sequences, that are cut over ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself
 class Trainee:
     """A Llama whose logits are larger than all else."""
 
-    def __init__(self, parallel: dict[str, Any]) -> None:
+    def __init__(self, parallel: dict[str, Any] | None) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         model = LlamaForCausalLM(
@@ -39,7 +39,7 @@ class Trainee:
         return 0.0
 
 
-def weigh(parallel: dict[str, Any]) -> tuple[int, int]:
+def weigh(parallel: dict[str, Any] | None) -> tuple[int, int]:
     trainee, measured = peak_bytes(lambda: Trainee(parallel))
     (program,) = trainee.model.programs
     return measured, program.memory(basis="aten").peak_bytes
@@ -51,3 +51,13 @@ def test_peaks_are_known_with_what_collectives_of_values_hold(pool: Pool, sequen
     for measured, predicted in pool.run(2, weigh, {"tensor": 2, "sequence": sequence}):
         assert measured > 2**22
         assert measured == pytest.approx(predicted, rel=0.02)
+
+
+def test_peaks_of_cut_sequences_are_known_and_activations_are_halved(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    whole = pool.run(2, weigh, None)  # states are sharded over both ranks here, too
+    for (measured, predicted), (most, _) in zip(
+        pool.run(2, weigh, {"context": 2}), whole, strict=True
+    ):
+        assert measured == pytest.approx(predicted, rel=0.05)
+        assert measured < 0.6 * most
