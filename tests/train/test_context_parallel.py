@@ -198,7 +198,9 @@ def other_samples() -> list[Any]:
 def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     found = pool.run(4, other_samples)
     for text, _, world in found:
-        assert "differs between the 2 ranks that share each sequence (Plan.parallel.context)" in text
+        assert (
+            "differs between the 2 ranks that share each sequence (Plan.parallel.context)" in text
+        )
         assert world == 2
     assert [rank for _, rank, _ in found] == [0, 0, 1, 1]
 

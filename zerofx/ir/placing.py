@@ -642,21 +642,6 @@ def _layer_norm_backward(call: WholeCall) -> Iterator[Way]:
             yield Way((cut,) * 4 + rest, (cut, P, P))
 
 
-@rule_for(_aten._fused_rms_norm.default)
-def _rms_norm(call: WholeCall) -> Iterator[Way]:
-    x, normed = call.operand(0), len(call.args[1])
-    if isinstance(x.now, Cut) and x.now.dim < x.dim - normed:
-        yield Way((x.now, *(R,) * (len(call.operands) - 1)), (x.now, x.now))
-
-
-@rule_for(_aten._fused_rms_norm_backward.default)
-def _rms_norm_backward(call: WholeCall) -> Iterator[Way]:
-    grad, x, normed = call.operand(0), call.operand(1), len(call.args[2])
-    for cut in {o.now: None for o in (x, grad) if isinstance(o.now, Cut)}:
-        if cut.dim < x.dim - normed:
-            yield Way((cut,) * 3 + (R,) * (len(call.operands) - 3), (cut, P))
-
-
 _HEADS = (0, 1)  # of [batch, heads, length, width]: attention is one for each
 
 

@@ -174,7 +174,8 @@ class Placing:
         whole, with their lines.
     streams: over the context axis, the (batch, length) of what is cut along its sequence. batches:
         the sizes of the first dimension that samples have. odd: the lengths that cannot be cut.
-        gathered: lines of attention that runs whole.
+        gathered: lines of attention that runs whole. returned: the results
+        that are gathered.
     """
 
     program: Planned
@@ -191,6 +192,7 @@ class Placing:
     batches: set[int] = field(default_factory=lambda: {1})
     odd: set[int] = field(default_factory=set)
     gathered: dict[str, int] = field(default_factory=dict)
+    returned: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.ranks, self.axis = self.parallel.value_ranks, self.parallel.value_axis
@@ -277,6 +279,8 @@ class Placing:
             if not isinstance(node, fx.Node):
                 results.append(node)
                 continue
+            if spec.role is Role.OUTPUT and isinstance(self.lies[node], Cut):
+                self.returned.append(spec.name)
             results.append(self.to(node, self._due(spec)))
         self.graph.output(tuple(results))
 
@@ -428,6 +432,12 @@ class Placing:
                 "%s (%s): %d heads are not divided by Plan.parallel.context = %d: attention is "
                 "gathered, and each of these ranks computes all of it",
                 model, line, heads, ranks,
+            )  # fmt: skip
+        if self.returned and self.name == JOINT and self.program.plan.differentiate != "all":
+            log.warning(
+                "%s returns %s beside its loss, which is gathered on each of the %d ranks that "
+                "share a sequence. Plan(outputs='loss') leaves it out",
+                model, ", ".join(self.returned), ranks,
             )  # fmt: skip
 
     def _cost(self, node: fx.Node, whole: WholeCall, way: Way) -> float:

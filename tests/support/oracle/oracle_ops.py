@@ -176,7 +176,9 @@ class Communication(Placed, Moves):
         signature = (kind, bucket, packed.numel(), packed.dtype, scale)
 
         def land(parts: list[list[Tensor]]) -> None:
-            mine = parts[self.rank % self.team :: self.team]  # of those that have the same part of each layer
+            mine = parts[
+                self.rank % self.team :: self.team
+            ]  # of those that have the same part of each layer
             dest.copy_(scaled_sum([p[0][first : first + numel] for p in mine], scale))
 
         self._reducing[dest.data_ptr()] = bucket

@@ -80,7 +80,9 @@ class Placed:
 
         def land(parts: list[list[Tensor]]) -> None:
             first = self.rank - self.place
-            mine = [torch.cat([x.reshape(-1) for x in p]) for p in parts[first : first + self.peers]]
+            mine = [
+                torch.cat([x.reshape(-1) for x in p]) for p in parts[first : first + self.peers]
+            ]
             dest.copy_(added(mine))
 
         signature = ("reduce joined", *(tuple(x.shape) for x in xs))
