@@ -214,14 +214,14 @@ def _connect(
     is_stage_0 = plan.stage == 0
     parallel = plan.parallel
     if mesh is not None and parallel.is_used:
-        axis = "tensor" if parallel.tensor > 1 else "pipeline"
+        axis, size = next(reversed(parallel.axes.items()))
         raise PlanError(
-            f"mesh is given, but Plan.parallel.{axis} is {getattr(parallel, axis)}. zerofx builds "
+            f"mesh is given, but Plan.parallel.{axis} is {size}. zerofx builds "
             "the mesh of all ranks itself if it cuts or divides layers. Leave mesh out"
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
-        parallel.pipeline,
+        parallel.pipeline, parallel.context,
     )  # fmt: skip
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh overrides the plan

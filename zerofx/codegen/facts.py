@@ -15,7 +15,7 @@ from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Calling, Planned, Reference, Unproved
 from zerofx.ir.sizes import Dim, Size, Sizes, Symbol, form
 from zerofx.ir.verify_values import SHORT
-from zerofx.layout.buckets import AXES, Layout
+from zerofx.layout.buckets import AXES, CONTEXT, Layout
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 
@@ -63,7 +63,7 @@ FACTS = schema.record(
         "slots": schema.sequence(_COUNT),
         "layout": schema.record(
             {
-                **{f"{axis}_size": schema.integer(1, 1 << 31) for axis in AXES},
+                **{f"{axis}_size": schema.integer(1, 1 << 31) for axis in (*AXES, CONTEXT)},
                 "buckets": schema.sequence(_BUCKET),
             }
         ),
@@ -264,6 +264,7 @@ def _tile(tile: Tile | None) -> list[Any] | None:
 def layout_facts(layout: Layout) -> dict[str, Any]:
     return {
         **{f"{axis}_size": layout.mesh.along(axis) for axis in reversed(AXES)},
+        "context_size": layout.mesh.context,
         "buckets": [
             {
                 "units": list(b.units),

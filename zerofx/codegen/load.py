@@ -493,9 +493,11 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
 
 def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
     plan = Plan.load(emitted.directory / "plan.yaml")
-    if plan.parallel.tensor > 1:
+    if plan.parallel.value_ranks > 1:
+        what, ranks = plan.parallel.value_axis, plan.parallel.value_ranks
+        what = "layers" if what == "tensor" else "sequences"
         raise ProgramError(
-            f"{emitted.directory}: its plan cuts layers over {plan.parallel.tensor} ranks, and how "
+            f"{emitted.directory}: its plan cuts {what} over {ranks} ranks, and how "
             "values lie over these is not in the files, so that it cannot be proved. Compile the "
             "model under the plan instead"
         )

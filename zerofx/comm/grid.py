@@ -72,7 +72,7 @@ def _roles(mesh: DeviceMesh) -> tuple[int, int] | None:
 
 def rank_grid(
     mesh: DeviceMesh | None, shard_size: int | None, replicates: bool = False, tensor: int = 1,
-    pipeline: int = 1,
+    pipeline: int = 1, context: int = 1,
 ) -> Tensor:  # fmt: skip
     """Return the global ranks as a [pipeline, replicate, shard, tensor] grid.
 
@@ -81,7 +81,8 @@ def rank_grid(
 
     replicates: nothing is sharded (stage 0): the shard axis has one rank, whatever the mesh.
     tensor: without a mesh, the number of neighbouring ranks that share each layer. pipeline:
-        without a mesh, the number of pipeline stages, each with equally many ranks.
+        without a mesh, the number of pipeline stages, each with equally many ranks. context:
+        without a mesh, the number of neighbouring ranks of a stage that share each sequence.
 
     Raises:
         PlanError: the mesh cannot be the grid or does not contain this rank, or `shard_size` does
@@ -89,12 +90,13 @@ def rank_grid(
     """
     if mesh is None:
         world = dist.get_world_size()
-        if world % (tensor * pipeline):
-            said = {"tensor": tensor, "pipeline": pipeline}
+        shared = tensor * pipeline * context
+        if world % shared:
+            said = {"tensor": tensor, "pipeline": pipeline, "context": context}
             axes = " x ".join(f"{axis} = {n}" for axis, n in said.items() if n > 1)
             raise PlanError(
                 f"Plan.parallel has {axes}, which does not divide the {world} ranks; start a "
-                f"multiple of {tensor * pipeline} ranks"
+                f"multiple of {shared} ranks"
             )
         size = world // (tensor * pipeline)
         per_group = 1 if replicates else shard_size or size

@@ -36,7 +36,7 @@ from zerofx.comm.nccl import NcclAxis
 from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
 from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
-from zerofx.layout.buckets import AXES
+from zerofx.layout.buckets import AXES, CONTEXT
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _TELL_S = 2.0  # how long a rank that has raised tries to reach the store to report it
@@ -356,8 +356,12 @@ def _check_same_grid(meeting: Meeting, ranks: list[list[int]]) -> None:
         )
 
 
-def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartUp) -> Axes:
+def join(
+    grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartUp, context: int = 1
+) -> Axes:
     """Create the process groups of the grid's axes and meet the other ranks, in a fixed order.
+
+    context: how many neighbours along the data axes share each sequence.
 
     Raises:
         DesyncError: a rank did not arrive, or has raised; names it.
@@ -370,8 +374,9 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
     backend = "nccl" if device.type == "cuda" else "gloo"
     joined: list[GlooAxis | NcclAxis] = []
     meeting, agreement, name = start.meet(everyone)
-    _check_same_grid(meeting, ranks)  # groups of different ranks would never meet
-    groups = _take((backend, str(ranks)), meeting) or Groups(name)
+    _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
+    kept_as = backend, f"{ranks} {context}"
+    groups = _take(kept_as, meeting) or Groups(name)
     watchdog = (StreamWatchdog if backend == "nccl" else HostWatchdog)(agreement)
     lane = Lane(watchdog)
 
@@ -397,6 +402,8 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
     axes = {name: axis(name, line(dim)) for dim, name in reversed([*enumerate(AXES)])}
     several = [a for a in axes.values() if a.size > 1]
     whole = several[0] if len(several) == 1 else axis("whole", everyone)
+    data = grid[at[0], :, :, at[-1]].reshape(-1, context).tolist()
+    axes[CONTEXT] = axis(CONTEXT, next(members for members in data if me in members))
 
     def break_off() -> None:
         for each in joined:
@@ -406,7 +413,7 @@ def join(grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartU
         watchdog.stop()
         if not (lane.in_flight or agreement.has_failed):
             groups.launched += agreement.board.launched(agreement.board.rank)
-            _keep((backend, str(ranks)), groups)
+            _keep(kept_as, groups)
 
     watchdog.start(break_off)
     if groups.mesh is None and axes["shard"].size > 1:

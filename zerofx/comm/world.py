@@ -3,7 +3,8 @@
 Ranks form a grid of (pipeline, replicate, shard, tensor), numbered as in `layout.Mesh`. Values are
 sharded over the shard axis; the replicate axis holds copies of the same shards. The ranks of the
 tensor axis share each layer, and those of the pipeline axis have different layers; both have the
-same samples.
+same samples. So do the ranks of the context axis, which are neighbours along the shard and
+replicate axes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from zerofx.comm.grid import rank_grid
 from zerofx.comm.meeting import timeout_s
 from zerofx.comm.steps import StepLog
 from zerofx.errors import DesyncError, PlanError
-from zerofx.layout.buckets import AXES, Mesh
+from zerofx.layout.buckets import AXES, CONTEXT, Mesh
 from zerofx.policy import reduction
 
 
@@ -73,9 +74,9 @@ class World:
     ) -> None:
         self.device = device
         self.backend = backend
-        axes = {name: Axis() for name in AXES} | dict(axes)
+        axes = {name: Axis() for name in (*AXES, CONTEXT)} | dict(axes)
         self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
-        self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
+        self.rank = self.mesh.rank({name: axes[name].rank for name in AXES})
         self.size = self.mesh.num_ranks
         self._axes, self._whole, self._shard = dict(axes), whole, axes["shard"]
         self.shard_rank, self.shard_size = self._shard.rank, self._shard.size
@@ -114,6 +115,7 @@ class World:
         replicates: bool = False,
         tensor: int = 1,
         pipeline: int = 1,
+        context: int = 1,
     ) -> World:
         """Return the world of this process; a collective call if there are several ranks.
 
@@ -121,9 +123,10 @@ class World:
         single process otherwise. `mesh` is 1-D (shard) or 2-D (replicate, shard). Without a mesh,
         all ranks are used: contiguous groups of `shard_size` hold the shards, which are replicated
         across the groups. If `replicates`, nothing is sharded and all ranks of the mesh are
-        replicas. `tensor` neighbouring ranks share each layer; the model is divided into `pipeline`
-        stages. `algorithm` chooses how gloo moves the bytes of each collective. `start` is the
-        start-up of which this is a part; pass one if later exceptions must be reported too.
+        replicas. `tensor` neighbouring ranks share each layer; `context` ranks share each sequence;
+        the model is divided into `pipeline` stages. `algorithm` chooses how gloo moves the bytes of
+        each collective. `start` is the start-up of which this is a part; pass one if later
+        exceptions must be reported too.
 
         Raises:
             PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks, or
@@ -133,9 +136,10 @@ class World:
         if start is None:
             with groups.StartUp(mesh) as start:
                 return cls.connect(
-                    device, mesh, shard_size, algorithm, start, replicates, tensor, pipeline
-                )
-        timeout_s()  # raises if it is not a number, before anything waits
+                    device, mesh, shard_size, algorithm, start, replicates, tensor, pipeline,
+                    context,
+                )  # fmt: skip
+        timeout_s()  # raises where it is no number, before anything waits
         start.initialise(device)
         if not dist.is_initialized():
             if mesh is not None:
@@ -143,7 +147,8 @@ class World:
                     "mesh was given, but this process has no process group. Launch it with "
                     "torchrun, or leave mesh out"
                 )
-            for axis, size in (("tensor", tensor), ("pipeline", pipeline)):
+            sizes = {"tensor": tensor, "pipeline": pipeline, CONTEXT: context}
+            for axis, size in sizes.items():
                 if size > 1:
                     raise PlanError(
                         f"Plan.parallel.{axis} is {size} but this is a single process; launch "
@@ -155,12 +160,12 @@ class World:
                     "torchrun, or leave shard_axis_size out"
                 )
             return cls.single(device)
-        grid = rank_grid(mesh, shard_size, replicates, tensor, pipeline)
+        grid = rank_grid(mesh, shard_size, replicates, tensor, pipeline, context)
         others = groups.other_axes(mesh)
         if grid.numel() == 1:
             return cls.single(device, others)
         here = groups.place(device)
-        axes = groups.join(grid, here, algorithm, start)
+        axes = groups.join(grid, here, algorithm, start, context)
         return cls(
             device=here,
             backend=axes.backend,
@@ -176,7 +181,7 @@ class World:
     @property
     def data_rank(self) -> int:
         """The index of this rank's samples among the ranks with different samples."""
-        return self.replicate_rank * self.shard_size + self.shard_rank
+        return (self.replicate_rank * self.shard_size + self.shard_rank) // self.mesh.context
 
     @property
     def data_size(self) -> int:

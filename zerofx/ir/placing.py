@@ -33,10 +33,10 @@ from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
 from zerofx.ir.spec import Kind, spec_of
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.layout.buckets import CONTEXT
 from zerofx.layout.placements import Cut, P, Placement, R, fits, local_shape
 
 _aten = torch.ops.aten
-AXIS = "tensor"
 Results = Placement | tuple[Placement, ...]
 """The placement of a call's result: one, or one for each tensor of a tuple."""
 
@@ -57,8 +57,8 @@ class Operand:
 class WholeCall:
     """A call on whole values. args, kwargs: its arguments, with a `Hole` for each tensor.
 
-    result: the whole result, a fake tensor or a sequence of them. hints: cuts of the result that
-        are worth considering although no input is cut that way.
+    result: the whole result, a fake tensor or a sequence of them. ranks: those along the axis.
+    hints: cuts of the result that are worth considering although no input is cut that way.
     """
 
     target: Any
@@ -68,6 +68,7 @@ class WholeCall:
     result: Any
     ranks: int
     hints: tuple[Cut, ...] = ()
+    axis: str = "tensor"
 
     def operand(self, position: int) -> Operand:
         """Return the tensor at a position of the arguments."""
@@ -418,7 +419,8 @@ def _product(call: WholeCall) -> Iterator[Way]:
     for groups in {_groups(a, inner), _groups(b, rows), 1}:
         yield Way((Cut(inner, groups), Cut(rows, groups)), P)
     if a.dim == 3:
-        for groups in {_groups(a, 0), _groups(b, 0), 1}:
+        hinted = [cut.groups for cut in call.hints if cut.dim == 0]
+        for groups in dict.fromkeys([*hinted, _groups(a, 0), _groups(b, 0), 1]):
             yield Way((Cut(0, groups), Cut(0, groups)), Cut(0, groups))
 
 
@@ -514,7 +516,10 @@ def _left(cut: Cut, dims: set[int], call: WholeCall) -> Cut:
     return cut if keeps else Cut(cut.dim - sum(d < cut.dim for d in dims), cut.groups)
 
 
-@rule_for(_aten._softmax.default, _aten._log_softmax.default, _aten.cumsum.default)
+@rule_for(
+    _aten._softmax.default, _aten._log_softmax.default, _aten._safe_softmax.default,
+    _aten.cumsum.default,
+)  # fmt: skip
 def _softmax(call: WholeCall) -> Iterator[Way]:
     x = call.operand(0)
     if isinstance(x.now, Cut) and x.now.dim != _dim(call.args[1], x.dim):
@@ -536,11 +541,12 @@ def _embedding(call: WholeCall) -> Iterator[Way]:
     table, ids = call.operands
     if table.now == Cut(0):
         rows = table.shape[0] // call.ranks
-        yield Way((Cut(0), R), P, (*call.args[:2], AXIS, rows), "embedding_rows")
+        yield Way((Cut(0), R), P, (*call.args[:2], call.axis, rows), "embedding_rows")
     for groups in {_groups(table, 1), 1}:
         yield Way((Cut(1, groups), R), Cut(ids.dim, groups))
-    if isinstance(ids.now, Cut):
-        yield Way((R, ids.now), ids.now)
+    for cut in dict.fromkeys([ids.now, *call.hints]):
+        if isinstance(cut, Cut) and cut.dim < ids.dim:
+            yield Way((R, cut), cut)
 
 
 @rule_for(_aten.embedding_dense_backward.default)
@@ -551,13 +557,23 @@ def _embedding_backward(call: WholeCall) -> Iterator[Way]:
         return
     if call.args[2] % call.ranks == 0:
         rows, padding = call.args[2] // call.ranks, call.args[3]
-        args = (*call.args[:2], AXIS, rows, padding)
+        args = (*call.args[:2], call.axis, rows, padding)
         yield Way((R, R), Cut(0), args, "embedding_rows_backward")
     last = grad.dim - 1
     for groups in {_groups(grad, last), 1}:
         yield Way((Cut(last, groups), R), Cut(1, groups))
     for cut in {o.now: None for o in (grad, ids) if isinstance(o.now, Cut) and o.now.dim != last}:
         yield Way((cut, cut), P)
+
+
+@rule_for(_aten.nll_loss_backward.default)
+def _loss_backward(call: WholeCall) -> Iterator[Way]:
+    """Rows of log-probabilities, whose loss is summed: how many count is given whole."""
+    logs, target = call.operands[1:3]
+    if len(call.operands) == 4 and logs.dim == 2 and call.args[4] != 0:
+        for cut in {o.now: None for o in (logs, target) if isinstance(o.now, Cut)}:
+            if cut.dim == 0:
+                yield Way((R, cut, cut, R), cut)
 
 
 @rule_for(_aten.index.Tensor)
@@ -676,7 +692,7 @@ def check_placed(program: Planned) -> None:
     Raises:
         ProgramError: names the value, its placement, and the placement that was needed.
     """
-    if Fact.PLACED not in program.facts or program.plan.parallel.tensor == 1:
+    if Fact.PLACED not in program.facts or program.plan.parallel.value_ranks == 1:
         return
     saved: list[Any] = []
     for name in (JOINT, FORWARD, BACKWARD):
@@ -689,12 +705,16 @@ class _Typing:
 
     shapes: node -> whole shape, or one per tensor. saved: the placements of the values saved by
         forward, with their shapes and the bucket of a gathered copy. bucket: the bucket of such a
-        copy in backward.
+        copy in backward. due: the placement of the gradient of a whole parameter; the reduction of
+        a bucket sums it over the context axis.
     """
 
     def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
         self.program, self.name, self.saved = program, name, saved
-        self.ranks, self.position = program.plan.parallel.tensor, program.stage.position
+        parallel = program.plan.parallel
+        self.ranks, self.axis = parallel.value_ranks, parallel.value_axis
+        self.due: Placement = P if self.axis == CONTEXT else R
+        self.position = program.stage.position
         self.lies: dict[fx.Node, Any] = {}
         self.shapes: dict[fx.Node, Any] = {}
         self.bucket: dict[fx.Node, int] = {}
@@ -769,12 +789,12 @@ class _Typing:
         _, grads, offsets = node.args
         for grad, offset in zip(grads, offsets, strict=True):
             piece = self.at[info(node).index, offset]
-            due = piece.part.cut if piece.part else R
+            due = piece.part.cut if piece.part else self.due
             if self.lies[grad] != due:
                 self._fail(
                     node,
-                    f"the gradient of {piece.name} lies as {self.lies[grad]} ({name_of(grad)}), "
-                    f"its parameter as {due}",
+                    f"the gradient of {piece.name} lies as {self.lies[grad]} ({name_of(grad)}); "
+                    f"it must lie as {due}",
                 )
 
     def _conversion(self, node: fx.Node, spec: Any) -> None:
@@ -782,8 +802,8 @@ class _Typing:
         is_list = isinstance(first, (list, tuple))
         source = node.all_input_nodes[0]
         axis = node.args[1]
-        if isinstance(axis, str) and axis != AXIS:
-            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {AXIS}")
+        if isinstance(axis, str) and axis != self.axis:
+            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {self.axis}")
         given = list(first) if is_list else [source]  # type: ignore[arg-type]
         now, shape = [self.lies[x] for x in given], [self.shapes[x] for x in given]
         if not is_list:
@@ -845,8 +865,9 @@ class _Typing:
             result = SimpleNamespace(shape=placed.shape)
         hints = (placed.gives,) if _is_cut(placed.gives) else ()
         return WholeCall(
-            placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints
-        )
+            placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints,
+            self.axis,
+        )  # fmt: skip
 
     def _check_shape(self, node: fx.Node, placed: Placed) -> None:
         val = value(node)
@@ -880,8 +901,9 @@ class _Typing:
             if not isinstance(result, fx.Node) or spec.role is Role.SHARD_GRAD:
                 continue
             due = self._sent_as(spec)
-            if spec.role is Role.GRAD and (part := self.program.params[spec.name].part):
-                due = part.cut
+            if spec.role is Role.GRAD:
+                part = self.program.params[spec.name].part
+                due = part.cut if part else self.due
             if self.lies[result] != due:
                 self._fail(
                     node,

@@ -129,22 +129,31 @@ class Bucket:
 
 
 # The axes of the mesh, the slowest first: ranks along the last axis have consecutive numbers.
-# Ranks along the data axes have different samples; ranks along the other axes have the same ones.
+# Ranks along the data axes have different samples, unless neighbours share them, each with a part
+# of the sequence: those form the context axis, which is no further axis of the mesh, since shards
+# and reductions go over it as over all data axes. Ranks along the other axes have the same samples.
 AXES = ("pipeline", "replicate", "shard", "tensor")
 DATA_AXES = ("replicate", "shard")
+CONTEXT = "context"
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The mesh of ranks, as the number of ranks along each of AXES."""
+    """The mesh of ranks, as the number of ranks along each of AXES.
+
+    context: the number of neighbours along the data axes that share their samples.
+    """
 
     sizes: tuple[int, ...]
+    context: int = 1
 
     @classmethod
-    def of(cls, **sizes: int) -> Mesh:
+    def of(cls, *, context: int = 1, **sizes: int) -> Mesh:
         """Return the mesh with the given axis sizes; all other axes have one rank."""
         assert sizes.keys() <= {*AXES}, f"{sizes.keys() - {*AXES}} are no axes of a mesh"
-        return cls(tuple(sizes.get(axis, 1) for axis in AXES))
+        made = cls(tuple(sizes.get(axis, 1) for axis in AXES), context)
+        assert made.num_reducing % context == 0, f"{context} do not divide {made}"
+        return made
 
     @property
     def num_ranks(self) -> int:
@@ -152,15 +161,22 @@ class Mesh:
 
     @property
     def num_data_ranks(self) -> int:
-        """The number of ranks with different samples."""
+        """The number of ranks, or of groups of ranks along the context axis, with own samples."""
+        return self.num_reducing // self.context
+
+    @property
+    def num_reducing(self) -> int:
+        """The number of ranks over which a gradient is summed."""
         return math.prod(map(self.along, DATA_AXES))
 
     def along(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
-        return self.sizes[AXES.index(axis)]
+        return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
 
     def stride(self, axis: str) -> int:
         """Return the distance between the numbers of neighbouring ranks along an axis."""
+        if axis == CONTEXT:
+            axis = DATA_AXES[-1]
         return math.prod(self.sizes[AXES.index(axis) + 1 :])
 
     def position(self, axis: str, rank: int) -> int:

@@ -85,7 +85,7 @@ def make_bucket(
 
 def unit_layout(
     params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0,
-    tensor_size: int = 1, pipeline_size: int = 1,
+    tensor_size: int = 1, pipeline_size: int = 1, context_size: int = 1,
 ) -> Layout:  # fmt: skip
     """Return the unmerged layout: one bucket per unit, format, trainability and pipeline stage.
 
@@ -103,8 +103,9 @@ def unit_layout(
         for i, (key, members) in enumerate(groups.items())
     ]
     mesh = Mesh.of(
-        pipeline=pipeline_size, replicate=replicate_size, shard=shard_size, tensor=tensor_size
-    )
+        pipeline=pipeline_size, replicate=replicate_size, shard=shard_size, tensor=tensor_size,
+        context=context_size,
+    )  # fmt: skip
     return Layout(tuple(buckets), mesh)
 
 

@@ -258,15 +258,16 @@ def say(own: Namespace, island: Island) -> None:
     """Tell the user that a function has become an island, and the consequences.
 
     Raises:
-        CaptureError: the plan cuts layers over a tensor axis, which is impossible for an eager
-            forward.
+        CaptureError: the plan cuts layers or sequences, which an eager forward cannot be.
     """
-    if own.plan.parallel.tensor > 1:
+    parallel = own.plan.parallel
+    if parallel.value_ranks > 1:
         raise CaptureError(
             f"{island.entry.describe(own.model)} cannot be captured "
             f"({island.reason.removeprefix('capture: ').rstrip('.')}), and code that runs eagerly "
-            f"cannot be cut over Plan.parallel.tensor = {own.plan.parallel.tensor} ranks. Correct "
-            "what prevents its capture, or set Plan.parallel.tensor = 1."
+            f"cannot be cut over Plan.parallel.{parallel.value_axis} = {parallel.value_ranks} "
+            f"ranks. Correct what prevents its capture, or set "
+            f"Plan.parallel.{parallel.value_axis} = 1."
         )
     if own.world.rank != 0:
         return

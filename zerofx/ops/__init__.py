@@ -31,10 +31,12 @@ from zerofx.ops.placed import embedding_rows as embedding_rows
 from zerofx.ops.placed import embedding_rows_backward as embedding_rows_backward
 from zerofx.ops.placed import gather_values as gather_values
 from zerofx.ops.placed import joined_value as joined_value
+from zerofx.ops.placed import padded as padded
 from zerofx.ops.placed import part as part
 from zerofx.ops.placed import reduce_joined as reduce_joined
 from zerofx.ops.placed import reduce_values as reduce_values
 from zerofx.ops.placed import scatter_values as scatter_values
+from zerofx.ops.placed import summand as summand
 from zerofx.ops.placed import swap_values as swap_values
 from zerofx.ops.shards import offload_grad as offload_grad
 from zerofx.ops.shards import read_shard as read_shard

@@ -6,6 +6,8 @@
         gather_values    S -> R      all parts, on all ranks
         swap_values      S -> S      sharded along another dimension
         part             R -> S      this rank's part: nothing is sent
+        summand          R -> P      the value on the first rank, zeros on the others: nothing is sent
+        padded           S -> P      this rank's part with zeros around it: nothing is sent
 
 The logical value does not change. The proof therefore erases conversions, and checks that each one
 fits its argument's placement. Parts are `layout.placements.Cut`s, written as (dim, groups).
@@ -252,6 +254,16 @@ def _lies_part(now: Any, shape: Any, more: Any, ranks: int) -> Any:
     return _lies_cut(shape, more, ranks) if now == R else "it takes a part of a whole value"
 
 
+def _lies_summand(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    return P if now == R else "it makes summands of what is whole"
+
+
+def _lies_padded(now: Any, shape: Any, more: Any, ranks: int) -> Any:
+    dim, groups, over = more
+    cut = Cut(dim, groups)
+    return P if now == cut and over == ranks else f"it pads what lies as {cut} over {over} ranks"
+
+
 def _lies_cut(shape: Any, more: Any, ranks: int) -> Any:
     dim, groups, over = more
     cut = Cut(dim, groups)
@@ -351,22 +363,41 @@ swap_values = _define(
     placed.swap_values, _lies_swapped, "all_to_all", "A2A values", "all-to-all of a value",
     "swapped", _hold_swapped, _arrive_apart,
 )  # fmt: skip
-part = define(
-    OpSpec(
-        schema="part(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
-        kind=Kind.MAKE,
-        carries=Carries.VALUE,
-        fake=lambda x, axis, dim, groups, ranks: _cut(x, dim, groups, ranks),
-        run=lambda calls, *args: placed.part_of(calls.engine, *args),
-        method="part_of",
-        runtime=placed.part_of,
-        task=_task_part,
-        adds=lambda node: nbytes(value(node)),
-        lies=_lies_part,
-        order=_order_local,
-        erase=same,
+
+
+def _apart(schema: str, fake: Any, runtime: Any, lies: Any, method: str = "") -> Any:
+    """Define a conversion that sends nothing."""
+    return define(
+        OpSpec(
+            schema=schema,
+            kind=Kind.MAKE,
+            carries=Carries.VALUE,
+            fake=fake,
+            run=lambda calls, *args: runtime(calls.engine, *args),
+            method=method,
+            runtime=runtime,
+            task=_task_part,
+            adds=lambda node: nbytes(value(node)),
+            lies=lies,
+            order=_order_local,
+            erase=same,
+        )
     )
-)
+
+
+part = _apart(
+    "part(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
+    lambda x, axis, dim, groups, ranks: _cut(x, dim, groups, ranks),
+    placed.part_of, _lies_part, "part_of",
+)  # fmt: skip
+summand = _apart(
+    "summand(Tensor x, str axis) -> Tensor", lambda x, axis: _like(x, list(x.shape)),
+    placed.summand, _lies_summand,
+)  # fmt: skip
+padded = _apart(
+    "padded(Tensor x, str axis, int dim, int groups, int ranks) -> Tensor",
+    lambda x, axis, dim, groups, ranks: _joined(x, dim, ranks), placed.padded, _lies_padded,
+)  # fmt: skip
 
 
 def _local(schema: str, fake: Any, runtime: Any) -> Any:
@@ -397,4 +428,6 @@ embedding_rows_backward = _local(
     lambda grad, ids, axis, rows, padding: grad.new_empty((rows, grad.shape[-1])),
     placed.embedding_rows_backward,
 )
-CONVERSIONS = frozenset({reduce_values, scatter_values, gather_values, swap_values, part})
+CONVERSIONS = frozenset(
+    {reduce_values, scatter_values, gather_values, swap_values, part, summand, padded}
+)

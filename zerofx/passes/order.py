@@ -23,6 +23,7 @@ from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.offload_shards import OffloadShards
+from zerofx.passes.open_losses import OpenLosses
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.place import OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
@@ -81,6 +82,8 @@ PREPARE: list[Make] = [
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
     # the same holds for a bias that is added after a sum over ranks
     lambda s: OpenProducts(parallel=s.plan.parallel),
+    # and for losses, which are means over all positions of a sequence
+    lambda s: OpenLosses(context=s.plan.parallel.context),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # after the reference, which is of whole values; before anything counts what a rank holds

@@ -1,14 +1,18 @@
-"""place: shard a graph's values over the tensor axis, with conversions where placements differ.
+"""place: cut the values of a graph over an axis, and convert them where they must change.
 
-The cuts of parameters are the seeds. The pass visits every call of the joint graph once and picks
-the cheapest way (`ir.placing`) to compute it. The cost of a way is the bytes that conversions of
-its arguments send, plus the work that every rank repeats. With the seeds of Megatron-LM the
-resulting collectives are those of Megatron-LM.
+Over the tensor axis, the cuts of parameters are the seeds. Over the context axis, parameters are
+whole, and the seeds are the values looked up for each position of a sequence: from there on values
+are cut along the sequence, except for attention, which is cut by heads. The pass visits every call
+of the joint graph once and picks the cheapest way (`ir.placing`) to compute it. The cost of a way
+is the bytes that conversions of its arguments send, plus the work that every rank repeats. With the
+seeds of Megatron-LM the resulting collectives are those of Megatron-LM, and with the seeds of the
+context axis they are those of DeepSpeed-Ulysses.
 
 Rules that the counts rest on: a partial sum is reduced once, for all of its readers; parameters are
 never moved; a product that computes a parameter's gradient delivers it with the parameter's
 placement; a conversion applies once to the base of views; a value gathered in forward is gathered
-again in backward, unless it is small.
+again in backward, unless it is small. Over the context axis no gradient of a parameter is summed
+here: the reduction of its bucket does that, over all data ranks.
 """
 
 from __future__ import annotations
@@ -39,10 +43,11 @@ from zerofx.ir.meta import (
     tensors_of,
     value,
 )
-from zerofx.ir.placing import AXIS, Operand, Way, WholeCall, is_item, item, ways, whole_way
+from zerofx.ir.placing import Operand, Way, WholeCall, is_item, item, ways, whole_way
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.spec import spec_of
 from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.layout.buckets import CONTEXT
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
 from zerofx.layout.styles import cut_of, part_of
 from zerofx.passes.base import Fact, Pass, Report
@@ -123,7 +128,7 @@ class OpenProducts(Pass):
 
 @dataclass(frozen=True)
 class Place(Pass):
-    """Shard parameters and values over the ranks of the tensor axis."""
+    """Cut parameters and values over the ranks of an axis."""
 
     name: ClassVar[str] = "place"
     keeps_bits: ClassVar[bool] = False
@@ -134,7 +139,7 @@ class Place(Pass):
     parallel: Parallel
 
     def run(self, program: Planned) -> Report:
-        ranks = self.parallel.tensor
+        ranks = self.parallel.value_ranks
         if ranks == 1:
             return Report(False, "one rank")
         cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
@@ -144,16 +149,21 @@ class Place(Pass):
         for name in list(program.graphs):
             walk = Placing(program, name, self.parallel)
             program.graphs[name] = LazyGraphModule(program.graphs[name], walk.run())
+            walk.warn()
             sent += walk.sent
             whole += walk.whole
         for what, times in whole.most_common():
             log.info("%s: %s runs whole on every rank, %d times", program.model_name, what, times)
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
         number = sum(p.part is not None for p in cut.values())
-        return Report(True, f"{number} parameters cut over {ranks} ranks; {told}")
+        what = "sequences" if self.parallel.value_axis == CONTEXT else f"{number} parameters"
+        return Report(True, f"{what} cut over {ranks} ranks; {told}")
 
     def options(self) -> dict[str, object]:
-        return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence}
+        chosen: dict[str, object] = {}
+        if self.parallel.context > 1:
+            chosen["context"] = self.parallel.context
+        return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence} | chosen
 
 
 @dataclass
@@ -164,6 +174,9 @@ class Placing:
         conversions.
     sent: the conversions that communicate, by name. whole: calls on sharded values that no way
         fits. They run on whole values, and are listed with their source lines.
+    streams: over the context axis, the (batch, length) of each value cut along its sequence.
+    batches: the sizes of the samples' first dimension. odd: the lengths that cannot be cut.
+    gathered: lines of attention that runs on whole values. returned: the results that are gathered.
     """
 
     program: Planned
@@ -176,19 +189,31 @@ class Placing:
     sent: Counter[str] = field(default_factory=Counter)
     whole: Counter[str] = field(default_factory=Counter)
     narrowed: dict[fx.Node, bool] = field(default_factory=dict)
+    streams: set[tuple[int, int]] = field(default_factory=set)
+    batches: set[int] = field(default_factory=lambda: {1})
+    odd: set[int] = field(default_factory=set)
+    gathered: dict[str, int] = field(default_factory=dict)
+    returned: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ranks = self.parallel.tensor
+        self.ranks, self.axis = self.parallel.value_ranks, self.parallel.value_axis
+        self.by_context = self.axis == CONTEXT
         self.old = self.program.graph(self.name)
         self.graph = fx.Graph()
         self.wanted = self._wanted()
 
     def run(self) -> fx.Graph:
-        for node in self.old.nodes:
+        given = self.program.placeholders(self.name)
+        for node in given:
+            self._placeholder(node)
+            if info(node).role is Role.INPUT and isinstance(value(node), torch.Tensor):
+                self.batches.update(value(node).shape[:1])
+        rest = list(self.old.nodes)[len(given) :]
+        self.at = rest[0]
+        self._cut_inputs(given)
+        for node in rest:
             self.at = node
-            if node.op == "placeholder":
-                self._placeholder(node)
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 self.new[node] = self._copied(node, R)
                 self.lies[node] = R
             elif node.op == "output":
@@ -214,6 +239,30 @@ class Placing:
             new.meta["val"] = value(node).new_empty(part.local)
         self.new[node], self.lies[node] = new, lies
 
+    def _cut_inputs(self, given: list[fx.Node]) -> None:
+        """Cut what the model is given of each position of a sequence: [batch, length, width]."""
+        for node in given:
+            if info(node).role is Role.INPUT and (cut := self._of_sequence(value(node))):
+                self.new[node], self.lies[node] = self.to(node, cut), cut
+
+    def _of_sequence(self, val: Any) -> Cut | None:
+        """Return the cut of a value that begins a stream of [batch, length, width], if it can be.
+
+        Over the context axis only.
+        """
+        if not self.by_context or not isinstance(val, torch.Tensor):
+            return None
+        if val.dim() != 3 or not val.is_floating_point():
+            return None
+        batch, length = val.shape[:2]
+        if batch not in self.batches:  # a table of pairs of positions, say
+            return None
+        if not fits(val.shape, Cut(1), self.ranks):
+            self.odd.add(length)
+            return None
+        self.streams.add((batch, length))
+        return Cut(1)
+
     def _part(self, node: fx.Node) -> Part | None:
         where = info(node)
         return self.program.params[where.name].part if where.role is Role.PARAM else None
@@ -231,14 +280,19 @@ class Placing:
             if not isinstance(node, fx.Node):
                 results.append(node)
                 continue
+            if spec.role is Role.OUTPUT and isinstance(self.lies[node], Cut):
+                self.returned.append(spec.name)
             results.append(self.to(node, self._due(spec)))
         self.graph.output(tuple(results))
 
     def _due(self, spec: OutputInfo) -> Placement:
-        """Return the placement of a result: its parameter's for a gradient, otherwise whole."""
+        """Return the placement of a result: its parameter's for a gradient, otherwise whole.
+
+        Over the context axis a gradient is a partial sum, which its bucket's reduction sums.
+        """
         if spec.role is Role.GRAD:
             part = self.program.params[spec.name].part
-            return R if part is None else part.cut
+            return part.cut if part is not None else P if self.by_context else R
         return R
 
     def _wanted(self) -> dict[fx.Node, Placement]:
@@ -255,17 +309,23 @@ class Placing:
             if spec.role is not Role.GRAD or not isinstance(node, fx.Node):
                 continue
             due = self._due(spec)
-            want: Placement = P if due == R else due
-            while isinstance(node, fx.Node):
-                found[node] = want
-                if node.target is _aten.t.default and isinstance(want, Cut):
-                    want = Cut(1 - want.dim, want.groups)
-                elif node.target not in (_aten.t.default, _aten.view.default) or (
-                    node.target is _aten.view.default and isinstance(want, Cut)
-                ):
-                    break
-                node = node.args[0]  # type: ignore[assignment]
+            self._want(node, P if due == R else due, found)
         return found
+
+    def _want(self, node: Any, want: Placement, found: dict[fx.Node, Placement]) -> None:
+        while isinstance(node, fx.Node):
+            found[node] = want
+            if self.by_context and node.target is _aten.add.Tensor:  # of a parameter that is tied
+                for each in node.all_input_nodes:
+                    self._want(each, want, found)
+                return
+            if node.target is _aten.t.default and isinstance(want, Cut):
+                want = Cut(1 - want.dim, want.groups)
+            elif node.target not in (_aten.t.default, _aten.view.default) or (
+                node.target is _aten.view.default and isinstance(want, Cut)
+            ):
+                return
+            node = node.args[0]
 
     # -- calls --------------------------------------------------------------------------------
     def _item(self, node: fx.Node) -> None:
@@ -292,6 +352,18 @@ class Placing:
         target = getattr(ops, way.op) if way.op else node.target
         self.new[node] = self._emit(node, target, local, named, way.gives, whole)
         self.lies[node] = way.gives
+        if self.by_context and self._is_stream(node):
+            self.new[node], self.lies[node] = self.to(node, Cut(1)), Cut(1)
+
+    def _is_stream(self, node: fx.Node) -> bool:
+        """Say whether a value, which is cut, is one that is cut along the sequence between layers.
+
+        What attention gives by heads is brought back there as soon as its heads are one dimension.
+        """
+        val = value(node)
+        if not isinstance(self.lies[node], Cut) or val.dim() != 3:
+            return False
+        return tuple(val.shape[:2]) in self.streams and val.is_floating_point()
 
     def _whole(self, node: fx.Node) -> WholeCall:
         operands: list[Operand] = []
@@ -303,21 +375,72 @@ class Placing:
         args = fx.node.map_arg(node.args, hole)
         named = fx.node.map_arg(node.kwargs, hole)
         whole = WholeCall(
-            node.target, tuple(args), dict(named), tuple(operands), value(node), self.ranks
-        )
-        settled = self._settled(whole)
-        return whole if settled is None else replace(whole, hints=(settled,))
+            node.target, tuple(args), dict(named), tuple(operands), value(node), self.ranks,
+            axis=self.axis,
+        )  # fmt: skip
+        return replace(whole, hints=self._hints(node, whole))
+
+    def _hints(self, node: fx.Node, whole: WholeCall) -> tuple[Cut, ...]:
+        if not self.by_context:
+            settled = self._settled(whole)
+            return () if settled is None else (settled,)
+        if node.target is _aten.embedding.default and self._is_weight(node.args[0]):  # type: ignore[arg-type]
+            cut = self._of_sequence(value(node))
+            return () if cut is None else (cut,)
+        if node.target is _aten.bmm.default:  # [batch * heads, ...]: by heads, of each sample
+            rows = whole.shape[0]
+            return tuple(Cut(0, b) for b, _ in sorted(self.streams) if rows % (b * self.ranks) == 0)
+        return ()
 
     def _choose(self, node: fx.Node, whole: WholeCall) -> Way:
         if info(node).is_random:  # all ranks draw the same numbers, for whole values
             return whole_way(whole)
+        is_seed = self.by_context and node.target is _aten.embedding.default and whole.hints
+        if is_seed:
+            return next(way for way in ways(whole) if way.gives == whole.hints[0])
         if node not in self.wanted and all(operand.now == R for operand in whole.operands):
             return whole_way(whole)
         found = list(ways(whole))
-        if len(found) == 1 and any(isinstance(o.now, Cut) for o in whole.operands):
+        is_cut = any(isinstance(o.now, Cut) for o in whole.operands)
+        if len(found) == 1 and is_cut:
             self.whole[f"{node.target} ({info(node).line})"] += 1
         costs = [self._cost(node, whole, way) for way in found]
-        return found[costs.index(min(costs))]
+        way = found[costs.index(min(costs))]
+        if node.target in _ATTENTION and is_cut and way.needs == whole_way(whole).needs:
+            self.gathered[info(node).line] = whole.operands[0].shape[1]
+        return way
+
+    def warn(self) -> None:
+        """Tell of a graph that is not cut over the context axis as its user will expect."""
+        if not self.by_context:
+            return
+        model, ranks = self.program.model_name, self.ranks
+        if self.odd:
+            lengths = ", ".join(map(str, sorted(self.odd)))
+            log.warning(
+                "%s: a sequence of %s positions is not cut over Plan.parallel.context = %d, which "
+                "does not divide it: each of these ranks computes all of it. Pad the sequences",
+                model, lengths, ranks,
+            )  # fmt: skip
+        elif not self.streams:
+            log.warning(
+                "%s: no values of [batch, length, width] are given to it or looked up in a table, "
+                "so that nothing is cut over Plan.parallel.context = %d: each of these ranks "
+                "computes all",
+                model, ranks,
+            )  # fmt: skip
+        for line, heads in self.gathered.items():
+            log.warning(
+                "%s (%s): %d heads are not divided by Plan.parallel.context = %d: attention is "
+                "gathered, and each of these ranks computes all of it",
+                model, line, heads, ranks,
+            )  # fmt: skip
+        if self.returned and self.name == JOINT and self.program.plan.differentiate != "all":
+            log.warning(
+                "%s returns %s beside its loss, which is gathered on each of the %d ranks that "
+                "share a sequence. Plan(outputs='loss') leaves it out",
+                model, ", ".join(self.returned), ranks,
+            )  # fmt: skip
 
     def _cost(self, node: fx.Node, whole: WholeCall, way: Way) -> float:
         """Return the bytes that a way sends, plus its repeated computation converted to bytes."""
@@ -340,7 +463,7 @@ class Placing:
         ):
             cost = 1e-3 * cost - 1e6
         settled = whole.hints[:1]
-        if settled and P in [o.now for o in whole.operands]:
+        if not self.by_context and settled and P in [o.now for o in whole.operands]:
             cost += 0.0 if gives[0] in (*settled, P) else _NEVER / 1e6
         return cost
 
@@ -393,8 +516,8 @@ class Placing:
             return 1e-3 * size / self.ranks
         if now == P:
             return (2.0 if to == R else 1.0) * size * share
-        if to == R:
-            return size * share
+        if to == R:  # which every rank then holds, where sequences are cut to save just that
+            return (2.0 if self.by_context else 1.0) * size * share
         return size / self.ranks * share + 1.0
 
     def _is_weight(self, node: fx.Node) -> bool:
@@ -435,8 +558,11 @@ class Placing:
 
     def _convert(self, node: fx.Node, new: fx.Node, now: Placement, to: Placement) -> fx.Node:
         more: tuple[int, ...]
-        assert to != P, f"{node.name} lies as {now} and cannot become a sum of summands"
-        if now == R:
+        if to == P:  # a gradient, which is summed later
+            op, more = ops.summand, ()
+            if isinstance(now, Cut):
+                op, more = ops.padded, (now.dim, now.groups, self.ranks)
+        elif now == R:
             assert isinstance(to, Cut)
             op, more = ops.part, (to.dim, to.groups, self.ranks)
         elif now == P and to == R:
@@ -451,7 +577,7 @@ class Placing:
             assert isinstance(now, Cut) and isinstance(to, Cut)
             ends = (now.dim, now.groups, to.dim, to.groups)
             op, more = ops.swap_values, (*ends, self.ranks)
-        made = call(self.graph, op, (new, AXIS, *more))
+        made = call(self.graph, op, (new, self.axis, *more))
         if (spec := spec_of(made)) is not None and spec.is_agreed:
             self.sent[spec.name] += 1
         at = info(self.at)
@@ -527,6 +653,9 @@ _PRODUCTS = {
     _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten._grouped_mm.default,
     "transformers.grouped_mm_fallback.default",
     "transformers.grouped_mm_fallback_backward.default",
+}  # fmt: skip
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
 }  # fmt: skip
 _SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}

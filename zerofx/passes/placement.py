@@ -36,10 +36,11 @@ def plan_layout(
     params = list(params)
     shard_size, replicate_size = plan.axis_sizes(world_size)
     persist = persist_below if plan.stage == 3 and shard_size > 1 else 0
-    tensor_size = plan.parallel.tensor
+    parallel = plan.parallel
     layout = unit_layout(
-        params, shard_size, replicate_size, persist, tensor_size, plan.parallel.pipeline
-    )
+        params, shard_size, replicate_size, persist, parallel.tensor, parallel.pipeline,
+        parallel.context,
+    )  # fmt: skip
     if plan.memory_budget is not None and plan.bucket_bytes is None:
         sizes = [b.full_bytes for b in layout.buckets if not b.persistent]
         bucket_bytes = min(bucket_bytes, max(sizes, default=0))

@@ -258,6 +258,9 @@ class Parallel:
 
     tensor: ranks that share each layer (tensor parallelism); they need the same samples.
     sequence: whether each of them holds part of the sequence between layers (sequence parallelism).
+    context: ranks that share each sequence: every value between layers is cut along it. The states
+        of the ZeRO stage are sharded over these ranks too. They need the same samples.
+    attention: "heads": each rank of the context axis computes attention for a part of the heads.
     placements: "auto" uses the plan of a transformers model, or recognises layers by name. Or
         {name pattern of modules: "colwise", "rowwise", "whole"}; other modules are as with "auto".
         "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
@@ -270,12 +273,15 @@ class Parallel:
     cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
         that begin the second, third, ... stage.
 
-    Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Huang et
-    al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, for "1f1b".
+    Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Jacobs et
+    al. 2023, "DeepSpeed Ulysses", for the context; Huang et al. 2019, "GPipe"; Narayanan et al.
+    2019, "PipeDream", and 2021, for "1f1b".
     """
 
     tensor: int = spec_field(1, whole(1))
     sequence: bool = spec_field(False, flag)
+    context: int = spec_field(1, whole(1))
+    attention: str = spec_field("heads", one_of("heads"))
     placements: str | Patterns = spec_field("auto", _placements)
     pipeline: int = spec_field(1, whole(1))
     schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe"))
@@ -300,6 +306,21 @@ class Parallel:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
                 "the ranks of the tensor axis. Set tensor, or drop sequence"
+            )
+        if self.context > 1:
+            self._check_context()
+
+    def _check_context(self) -> None:
+        for axis in ("tensor", "pipeline"):
+            if getattr(self, axis) > 1:
+                raise PlanError(
+                    f"Plan.parallel.context = {self.context} does not go with {axis} = "
+                    f"{getattr(self, axis)} yet; leave one of the two out"
+                )
+        if self.placements != "auto":
+            raise PlanError(
+                f"Plan.parallel.placements contradicts context = {self.context}: it is about "
+                "layers that are cut over the tensor axis; drop it"
             )
 
     @classmethod
@@ -335,8 +356,29 @@ class Parallel:
 
     @property
     def num_shared(self) -> int:
-        """The number of ranks that have the same samples and together hold the whole model."""
+        """The number of ranks that have the same samples."""
+        return self.num_dividing * self.context
+
+    @property
+    def num_dividing(self) -> int:
+        """The number of ranks that the model itself is divided among, before it is sharded."""
         return self.tensor * self.pipeline
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes along which ranks have the same samples, with several ranks each."""
+        sizes = {axis: getattr(self, axis) for axis in ("pipeline", "context", "tensor")}
+        return {axis: size for axis, size in sizes.items() if size > 1}
+
+    @property
+    def value_axis(self) -> str:
+        """The axis over which the values of a graph are cut."""
+        return "context" if self.context > 1 else "tensor"
+
+    @property
+    def value_ranks(self) -> int:
+        """Over how many ranks the values of a graph are cut."""
+        return self.context if self.context > 1 else self.tensor
 
 
 def read_activations(where: str, value: Any) -> str | float | Patterns:

@@ -201,14 +201,13 @@ class Plan:
         """
         shared = self.parallel.num_shared
         if world_size % shared:
-            axes = ("pipeline", "tensor")
-            found = {f"parallel.{axis}": getattr(self.parallel, axis) for axis in axes}
-            said = " x ".join(f"{name} = {size}" for name, size in found.items() if size > 1)
+            axes = self.parallel.axes
+            said = " x ".join(f"parallel.{axis} = {size}" for axis, size in axes.items())
             raise PlanError(
                 f"Plan.{said} does not divide the world of {world_size} ranks. Use a divisor, or "
                 "start another number of ranks"
             )
-        world_size //= shared
+        world_size //= self.parallel.num_dividing
         shard_size = 1 if self.stage == 0 else self.shard_axis_size or world_size
         if world_size % shard_size:
             raise PlanError(

@@ -157,12 +157,14 @@ def _against_offload(plan: Plan) -> Iterator[str]:
 def _against_parallel(plan: Plan) -> Iterator[str]:
     if not plan.parallel.is_used:
         return
-    axis = "pipeline" if plan.parallel.pipeline > 1 else "tensor"
+    axis = next(iter(plan.parallel.axes))
     others = {
         "tiling": plan.tiling != "off",
         "cuda_graph": plan.cuda_graph,
         "sparse_gradients": plan.sparse_gradients,
     }
+    if axis == "context":
+        others |= {"numerics = 'fast'": plan.numerics == "fast"}
     if axis == "pipeline":
         others |= {
             "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),

@@ -85,9 +85,9 @@ def is_put_off(layout: Layout, stage: int) -> bool:
     """Return whether no_sync defers reductions.
 
     At stages 2 and 3, and with an offloaded optimizer, full gradients are never held, so every
-    backward reduces. A single data rank has nothing to defer.
+    backward reduces. A single rank has nothing to defer.
     """
-    has_several = layout.mesh.num_data_ranks > 1
+    has_several = layout.mesh.num_reducing > 1
     return stage <= 1 and has_several and not any(b.is_away for b in layout.buckets)
 
 

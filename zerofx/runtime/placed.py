@@ -181,6 +181,22 @@ def part_of(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int
     return part(x, Cut(dim, groups), _axis(engine, axis).rank, ranks)
 
 
+@torch.no_grad()
+def summand(engine: Any, x: Tensor, axis: str) -> Tensor:
+    """Return this rank's summand of a value that is whole on every rank."""
+    made = _like(x)
+    return made.copy_(x) if _axis(engine, axis).rank == 0 else made.zero_()
+
+
+@torch.no_grad()
+def padded(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Tensor:
+    """Return a whole value that has this rank's part `x`, and zeros elsewhere."""
+    made = _like(x, dim, ranks).zero_()
+    mine = made.unflatten(dim, (groups, ranks, -1)).select(dim + 1, _axis(engine, axis).rank)
+    mine.copy_(x.unflatten(dim, (groups, -1)))
+    return made
+
+
 def _own_ids(engine: Any, ids: Tensor, axis: str, rows: int) -> tuple[Tensor, Tensor]:
     """Return a mask of the ids in this rank's rows, and their local indices (0 for the others)."""
     own = ids - _axis(engine, axis).rank * rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerofx.comm.collectives import DONE, Axis, Work
 from zerofx.comm.world import World
-from zerofx.layout.buckets import AXES, Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.buckets import AXES, CONTEXT, Bucket, Layout, Mesh, ParamSlice
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 from zerofx.runtime.engine import Engine
@@ -109,7 +109,7 @@ def run_standalone(schedule_file: str) -> None:
     facts = json.loads((Path(schedule_file).parent / "fingerprint.json").read_text())
     layout = layout_from_facts(facts["layout"])
     torch.manual_seed(0)
-    axes = {name: LoopbackAxis(0, layout.mesh.along(name)) for name in AXES}
+    axes = {name: LoopbackAxis(0, layout.mesh.along(name)) for name in (*AXES, CONTEXT)}
     device = torch.device(facts["placeholders"]["forward"][0][4][3])
     world = World(device=device, backend="loopback", axes=axes, whole=axes["replicate"])
     sizes = {name: hint for name, hint, _ in facts.get("sizes", {}).get("symbols", ())}
@@ -190,4 +190,4 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
         )
         for i, b in enumerate(facts["buckets"])
     )
-    return Layout(buckets, Mesh.of(**{axis: facts[f"{axis}_size"] for axis in AXES}))
+    return Layout(buckets, Mesh.of(**{axis: facts[f"{axis}_size"] for axis in (*AXES, CONTEXT)}))

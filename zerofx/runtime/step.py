@@ -534,11 +534,12 @@ class Executable:
             return
         generator = _generator(world.device)
         before = generator.get_state()
-        axis = world.axis("tensor")
-        if axis.size > 1:  # ranks that share a layer draw the same numbers for shared values
-            box = torch.tensor([seed], device=world.device)
-            axis.broadcast(box, 0, "seed of forward's random draws").wait()
-            seed = int(box)
+        for name in ("tensor", "context"):
+            axis = world.axis(name)
+            if axis.size > 1:  # ranks that share a layer draw the same numbers for shared values
+                box = torch.tensor([seed], device=world.device)
+                axis.broadcast(box, 0, "seed of forward's random draws").wait()
+                seed = int(box)
         stream = world.data_rank + world.axis("pipeline").rank * world.data_size
         generator.manual_seed((seed + stream * 0x9E3779B97F4A7C15) % 2**63)
         try:
@@ -548,7 +549,11 @@ class Executable:
 
 
 # The axes along which ranks have the same samples, and how these ranks divide the model.
-_SHARING = {"tensor": "share each layer", "pipeline": "each have some layers of the model"}
+_SHARING = {
+    "tensor": "share each layer",
+    "context": "share each sequence",
+    "pipeline": "each have some layers of the model",
+}
 
 
 def _digest(leaf: Any) -> Tensor:

@@ -160,8 +160,9 @@ class Choice:
 
     @property
     def team(self) -> int:
-        """How many ranks share each layer."""
-        return dict(self.parallel).get("tensor", 1)
+        """How many ranks have the same samples."""
+        fields = dict(self.parallel)
+        return fields.get("tensor", 1) * fields.get("context", 1)
 
     def setting(self) -> Setting:
         machine = replace(hardware_for("cpu"), offload_min_bytes=0)  # the models are tiny

@@ -120,6 +120,16 @@ PLACED_BASES = [
     Base("gpt-dropout", Choice(3, 2, parallel=TENSOR + OURS)),
 ]
 
+# Whose sequences are cut over the context axis.
+CONTEXT = (("context", 2),)
+CONTEXT_BASES = [
+    Base("hf-llama", Choice(3, 2, parallel=CONTEXT)),
+    Base("gpt", Choice(3, 4, parallel=CONTEXT)),
+    Base("hf-gpt2", Choice(1, 2, parallel=CONTEXT, activations="recompute")),
+    Base("hf-bert", Choice(0, 2, parallel=CONTEXT)),
+    Base("gpt", Choice(2, 2, parallel=CONTEXT, prefetch=2)),
+]
+
 
 class Editor:
     """One graph of a program under change, with random choices of what is legal in fx.

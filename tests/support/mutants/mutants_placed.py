@@ -1,4 +1,4 @@
-"""Changes of how values lie over the tensor axis: collectives, parts, and what is told of both.
+"""Changes of how values lie over an axis: collectives, parts, and what is told of both.
 
 Half of them are told: what nodes note of how they lie is made to agree with the change wherever
 the rules have a way, as a pass would write that is wrong and believes itself.
@@ -86,7 +86,8 @@ def _conversion(
     like = next(n for n in conversions(edit))
     launch = source.args[0] if kind_of(source) is Kind.WAIT else source
     placed = Placed(gives, tuple(_whole_shape(launch)))  # type: ignore[arg-type]
-    made = _inserted(edit, target, (source, "tensor", *more), before, like, placed=placed)
+    axis = edit.program.plan.parallel.value_axis
+    made = _inserted(edit, target, (source, axis, *more), before, like, placed=placed)
     if target is ops.part:
         return made
     return _inserted(edit, ops.wait, (made,), before, like, placed=None)
@@ -173,10 +174,10 @@ def other_conversion(edit: Editor) -> str | None:
         return None
     others = [op for op in sorted(CONVERSIONS, key=str) if op is not node.target]
     target = edit.rng.choice(others)
-    team = edit.program.plan.parallel.tensor
+    team = edit.program.plan.parallel.value_ranks
     dim = edit.rng.randrange(value(node).dim()) if value(node).dim() else 0
     fields: list[Any] = list(node.args[2:5]) if len(node.args) >= 5 else [dim, 1, team]
-    if target is ops.reduce_values:
+    if target in (ops.reduce_values, ops.summand):
         fields = []
     elif target is ops.swap_values:
         fields = [*fields[:2], edit.rng.randrange(max(value(node).dim(), 1)), 1, team]
@@ -313,7 +314,7 @@ def sum_another(edit: Editor) -> str | None:
 
 def wrong_part(edit: Editor) -> str | None:
     """Let each rank have another part of a parameter than its graph is for."""
-    program, team = edit.program, edit.program.plan.parallel.tensor
+    program, team = edit.program, edit.program.plan.parallel.value_ranks
     found: list[tuple[str, Part]] = []
     for param in program.params.values():
         if param.part is None:
@@ -415,7 +416,7 @@ def convert_again(edit: Editor) -> str | None:
 
 def in_two_steps(edit: Editor) -> str | None:
     """Sum by a scatter and a gather; swap by a gather and a part; part, gather and part again."""
-    team = edit.program.plan.parallel.tensor
+    team = edit.program.plan.parallel.value_ranks
     for node in _shuffled(edit, conversions(edit)):
         source, target = _of(node), node.target
         shape = _whole_shape(node)
@@ -438,6 +439,8 @@ def in_two_steps(edit: Editor) -> str | None:
         elif target is ops.scatter_values:
             first = _conversion(edit, ops.reduce_values, source, (), node, R)
             last = _conversion(edit, ops.part, first, node.args[2:], node, _lies(node))
+        elif target is not ops.gather_values:
+            continue
         else:
             d, g = node.args[2:4]
             others = [e for e in dims if e != d]
@@ -488,7 +491,7 @@ def convert_late(edit: Editor) -> str | None:
 
 def useless_conversion(edit: Editor) -> str | None:
     """Take a part that has no reader, or gather it and read that."""
-    team = edit.program.plan.parallel.tensor
+    team = edit.program.plan.parallel.value_ranks
     found = []
     for node in conversions(edit):
         shape = _whole_shape(node)

@@ -121,7 +121,7 @@ def _assemble(ranks: list[Rank], outcomes: list[Outcome]) -> None:
     """
     team = ranks[0].team
     if any(rank.full_grads for rank in ranks):
-        scale = team / len(ranks)
+        scale = team * ranks[0].context / len(ranks)
         for name in ranks[0].full_grads:
             for place in range(team):
                 mean = scaled_sum([r.full_grads[name] for r in ranks[place::team]], scale)

@@ -36,10 +36,10 @@ class Communication(Placed, Moves):
 
     def __init__(
         self, rank: int, layout: Any, memory: Memory, shards: dict[int, Tensor],
-        exchange: Exchange, team: int = 1,
+        exchange: Exchange, team: int = 1, context: int = 1,
     ) -> None:  # fmt: skip
         self.rank, self.layout, self.memory, self.exchange = rank, layout, memory, exchange
-        self.team = team
+        self.team, self.context = team, context
         self.shards = shards  # bucket -> this rank's slice
         self.away = Shards(memory, exchange.delivery)
         self.host = Host()
@@ -190,7 +190,7 @@ class Communication(Placed, Moves):
         signature = (kind, bucket, packed.numel(), packed.dtype, scale)
 
         def land(parts: list[list[Tensor]]) -> None:
-            mine = parts[self.place :: self.team]  # of those that have the same part of each layer
+            mine = parts[self.rank % self.team :: self.team]  # with the same part of each layer
             slices = [p[0][first : first + numel] for p in mine]
             if in_blocks:  # what the others send is coded
                 own = self.rank // self.team

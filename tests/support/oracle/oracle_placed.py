@@ -1,7 +1,7 @@
-"""What values cut over the tensor axis are on one simulated rank of the oracle.
+"""What values cut over an axis are on one simulated rank of the oracle.
 
 A dimension is cut as (groups, ranks, rest), in the middle. All ranks of the world launch alike, and
-each takes what its own tensor group has sent.
+each takes what its own tensor or context group has sent.
 """
 
 from __future__ import annotations
@@ -32,18 +32,25 @@ def added(parts: list[Tensor]) -> Tensor:
 
 
 class Placed:
-    """One rank's side of every op on values that are cut over the tensor axis."""
+    """One rank's side of every op on values that are cut over the tensor or the context axis."""
 
     rank: int
     team: int  # how many ranks share each layer: they are neighbours
+    context: int  # how many share each sequence: they too
+
+    @property
+    def peers(self) -> int:
+        """Over how many ranks values are cut."""
+        return max(self.team, self.context)
 
     @property
     def place(self) -> int:
-        """This rank's position among those that share its layers."""
-        return self.rank % self.team
+        """This rank's position among these."""
+        return self.rank % self.peers
 
     def _over(self, axis: str, ranks: int | None = None) -> None:
-        if axis != "tensor" or ranks not in (None, self.team):
+        mine = "context" if self.context > 1 else "tensor"
+        if axis != mine or ranks not in (None, self.peers):
             raise OracleError(f"a conversion over {ranks} ranks of the axis {axis}")
 
     def _launch(self, dest: Tensor, signature: tuple, sources: list[Tensor], land: Any) -> Blocking:
@@ -52,13 +59,13 @@ class Placed:
     def _exchange(
         self, kind: str, x: Tensor, more: tuple[Any, ...], made: Callable[[list[Tensor]], Tensor]
     ) -> Blocking:
-        """Launch what gives `made` of what each rank that shares the layers has of a value."""
-        dest = made([x] * self.team).clone(memory_format=torch.contiguous_format)
+        """Launch what gives `made` of what each rank of the axis has of a value."""
+        dest = made([x] * self.peers).clone(memory_format=torch.contiguous_format)
         poison(dest)
 
         def land(parts: list[list[Tensor]]) -> None:
             first = self.rank - self.place
-            dest.copy_(made([part[0] for part in parts[first : first + self.team]]))
+            dest.copy_(made([part[0] for part in parts[first : first + self.peers]]))
 
         return self._launch(dest, (kind, tuple(x.shape), x.dtype, *more), [x], land)
 
@@ -73,7 +80,9 @@ class Placed:
 
         def land(parts: list[list[Tensor]]) -> None:
             first = self.rank - self.place
-            mine = [torch.cat([x.reshape(-1) for x in p]) for p in parts[first : first + self.team]]
+            mine = [
+                torch.cat([x.reshape(-1) for x in p]) for p in parts[first : first + self.peers]
+            ]
             dest.copy_(added(mine))
 
         signature = ("reduce joined", *(tuple(x.shape) for x in xs))
@@ -110,6 +119,17 @@ class Placed:
         yield from ()
         self._over(axis, ranks)
         return cut(x, dim, groups, self.place, ranks)
+
+    def _summand(self, x: Tensor, axis: str) -> Blocking:
+        yield from ()
+        self._over(axis)
+        return x.clone() if self.place == 0 else torch.zeros_like(x)
+
+    def _padded(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
+        yield from ()
+        self._over(axis, ranks)
+        none = torch.zeros_like(x)
+        return uncut([x if r == self.place else none for r in range(ranks)], dim, groups)
 
     # -- tables that are cut by rows --------------------------------------------------------
     def _embedding_rows(self, table: Tensor, ids: Tensor, axis: str, rows: int) -> Blocking:

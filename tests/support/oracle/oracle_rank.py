@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from oracle_exchange import Exchange
-from oracle_memory import Memory
+from oracle_memory import Memory, OracleError
 from oracle_ops import Blocking, Communication
 from oracle_placed import cut
 from oracle_shards import Far
@@ -26,6 +26,7 @@ class Rank:
     def __init__(self, rank: int, program: Program, state: State, exchange: Exchange) -> None:
         self.rank, self.program = rank, program.planned()
         self.team = self.program.plan.parallel.tensor
+        self.context = self.program.plan.parallel.context
         self.buffers = {k: v.clone() for k, v in state.buffers.items()}
         self.inputs = {k: v.detach().clone() for k, v in state.inputs[rank].items()}
         self.tangents = state.tangents[rank]
@@ -41,8 +42,9 @@ class Rank:
         self.shards = self._cut_shards()
         self.memory = Memory(self.program.slot_bytes)
         self.ops = Communication(
-            rank, self.program.layout, self.memory, self.shards, exchange, self.team
-        )
+            rank, self.program.layout, self.memory, self.shards, exchange, self.team,
+            self.context,
+        )  # fmt: skip
         self.ops.away.far, self.ops.away.stays = self._far()
         self.ops.away.stored = self._stored()
         self.saved: list[Any] = []
@@ -126,6 +128,8 @@ class Rank:
         raise AssertionError("a graph without output")
 
     def _compute(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if "flash_attention_for_cpu" in str(node.target):
+            _check_heads(node, [a for a in args if isinstance(a, Tensor) and a.dim() == 4])
         tags = getattr(node.target, "tags", ())
         if torch.Tag.nondeterministic_seeded not in tags:
             return node.target(*args, **kwargs)  # type: ignore[operator]
@@ -159,3 +163,10 @@ def _is_ours(node: fx.Node) -> bool:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
+
+
+def _check_heads(node: fx.Node, given: list[Tensor]) -> None:
+    """Raise where the kernel of torch would end the process: it takes sizes as they come."""
+    forms = {tuple(x.shape) for x in given}
+    if len({(f[0], f[1], f[3]) for f in forms}) > 1 or not all(x.numel() for x in given):
+        raise OracleError(f"{node.name} attends with {forms}")

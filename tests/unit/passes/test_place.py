@@ -20,13 +20,13 @@ from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import hardware_for
 from zerofx.ir.meta import Role, info, set_info, value
-from zerofx.ir.placing import AXIS
 from zerofx.ir.program import JOINT, Planned
 from zerofx.ir.verify import verify
-from zerofx.layout.placements import Cut, R
+from zerofx.layout.placements import Cut, P, Placement, R
 from zerofx.layout.styles import styles_of
 from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
 from zerofx.passes.merge_tied import MergeTied
+from zerofx.passes.open_losses import OpenLosses
 from zerofx.passes.order import Setting
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.pipeline import run
@@ -49,6 +49,7 @@ def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
     _, program = captured(name)
     whole = program.planned().clone()
     OpenProducts(parallel).run(whole)
+    OpenLosses(parallel.context).run(whole)
     MergeTied().run(whole)
     cut = whole.clone()
     Place(parallel).run(cut)
@@ -69,7 +70,7 @@ def check(name: str, parallel: Parallel) -> Planned:
     whole, cut = placed(name, parallel)
     given = values_of(whole, model, batch(name))
     results, values = run_whole(whole.graphs[JOINT], given)
-    ranks = parallel.tensor
+    ranks = parallel.value_ranks
     lies = [info(n).placed.gives for n in cut.placeholders(JOINT)]
     each = [
         [cut_for(v, at, rank, ranks) for v, at in zip(given, lies, strict=True)]
@@ -96,9 +97,12 @@ def check(name: str, parallel: Parallel) -> Planned:
     for spec, *mine, expected in zip(whole.outputs[JOINT], *found, results, strict=True):
         if expected is None:
             continue
-        part = cut.params[spec.name].part if spec.role is Role.GRAD else None
-        got = together(mine, part.cut) if part else mine[0]
-        assert part or all(torch.equal(m, mine[0]) for m in mine), spec
+        due: Placement = R
+        if spec.role is Role.GRAD:
+            part = cut.params[spec.name].part
+            due = part.cut if part else P if parallel.context > 1 else R
+        got = together(mine, due)
+        assert due != R or all(torch.equal(m, mine[0]) for m in mine), spec
         torch.testing.assert_close(
             got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, s=spec: f"{s}: {m}"
         )
@@ -167,6 +171,95 @@ def test_experts_send_what_an_mlp_does(name: str) -> None:
     assert mine["forward", "reduce_values"] == 2
 
 
+# -- sequences that are cut -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("gpt2", "transformer.h.1"),
+        pytest.param("llama", "model.layers.1", marks=pytest.mark.slow),
+        pytest.param("bert", "bert.encoder.layer.1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_sends_what_ulysses_does(name: str, layer: str) -> None:
+    """Queries, keys, values and outputs by an all-to-all each way; and the loss is summed once."""
+    found = sent(check(name, Parallel(context=2)))
+    assert found.pop(("", "forward", "reduce_values")) == 1
+    assert {kind for _, _, kind in found} == {"swap_values"}
+    mine = {(phase, kind): n for (unit, phase, kind), n in found.items() if unit == layer}
+    assert mine == {("forward", "swap_values"): 4, ("backward", "swap_values"): 4}
+    assert {unit for unit, _, _ in found} == {layer[:-1] + "0", layer}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "ranks"), [("t5", 2), ("vit", 2), ("grouped", 4), ("llama", 4)])
+def test_every_value_of_cut_sequences(name: str, ranks: int) -> None:
+    check(name, Parallel(context=ranks))
+
+
+class Attends(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, self.mix, self.norm = heads, nn.Linear(12, 36), nn.RMSNorm(12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for each in self.mix(self.norm(x)).chunk(3, -1)
+        )
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize(
+    ("heads", "length", "said"),
+    [
+        (2, 8, ""),
+        (3, 8, "3 heads are not divided by Plan.parallel.context = 2: attention is gathered"),
+        (2, 7, "a sequence of 7 positions is not cut over Plan.parallel.context = 2"),
+    ],
+)
+def test_what_cannot_be_cut_runs_whole_and_is_told(
+    heads: int, length: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a model that is given its sequences as values, and whose gradients of them come back."""
+    x = torch.randn(1, length, 12, requires_grad=True)
+    program = zerofx.capture(Attends(heads), (x,), differentiate="all")
+    plan = Plan(parallel={"context": 2}, differentiate="all", kernels="aten")
+    made = run(program, Setting(plan, 2, hardware_for("cpu", None)), until="place")
+    verify(made)
+    found = {kind: n for (_, phase, kind), n in sent(made).items() if phase == "forward"}
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+    assert found == {
+        "": {"swap_values": 4, "gather_values": 1}, "3": {"gather_values": 3}, "a": {},
+    }[said[:1]]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_cut_sequences_are_proved(name: str) -> None:
+    """The whole pipeline, each pass proved: states are sharded over all four ranks."""
+    program = proved(name, {"parallel": {"context": 2}, "kernels": "aten", "stage": 3}, 4)
+    verify(program)
+    mesh = program.layout.mesh
+    assert mesh.sizes == (1, 1, 4, 1) and (mesh.context, mesh.num_data_ranks) == (2, 2)
+    assert [mesh.position("context", rank) for rank in range(4)] == [0, 1, 0, 1]
+    assert "A2A values" in str(program.schedule())
+    sent = traffic(program).kinds
+    assert sent["all_to_all"].calls == 16 and sent["all_to_all"].nbytes > 0
+    assert zerofx.predict(program, hardware="dgx-h100").step_us > 0
+    whole = proved(name, {"kernels": "aten", "stage": 3}, 4)
+    assert program.memory().peak_bytes < whole.memory().peak_bytes
+
+
+def test_gradients_of_cut_sequences_are_summed_once() -> None:
+    """A mean over data ranks, of sums over those that share a sequence; no other scale passes."""
+    program = proved("gpt2", {"parallel": {"context": 2}, "kernels": "aten", "stage": 2}, 4)
+    node = next(n for n in program.graph("backward").nodes if "reduce_scatter" in str(n.target))
+    assert node.args[3] == 0.5
+    node.args = (*node.args[:3], 0.25)
+    with pytest.raises(ProgramError, match="the mean over 2 ranks"):
+        verify(program)
+
+
 def test_fewer_heads_of_keys_than_ranks() -> None:
     check("grouped", Parallel(tensor=4))
 
@@ -212,9 +305,9 @@ def mutants(program: Planned) -> Iterator[tuple[str, Planned]]:
                     node.target, node.target
                 )
             elif more and kind == "dim":
-                node.args = (source, AXIS, (more[0] + 1) % value(node).dim(), *more[1:])
+                node.args = (source, node.args[1], (more[0] + 1) % value(node).dim(), *more[1:])
             elif more and kind == "groups":
-                node.args = (source, AXIS, more[0], more[1] + 1, *more[2:])
+                node.args = (source, node.args[1], more[0], more[1] + 1, *more[2:])
             else:
                 continue
             if [n.args for n in graph.nodes] != [n.args for n in program.graph(JOINT).nodes] or (
@@ -223,10 +316,11 @@ def mutants(program: Planned) -> Iterator[tuple[str, Planned]]:
                 yield f"{kind} {name}", changed
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_wrong_conversions_are_refused(sequence: bool) -> None:
-    plan = {"parallel": {"tensor": 2, "sequence": sequence}, "kernels": "aten"}
-    program = proved("llama", plan, 2, until="place")
+@pytest.mark.parametrize(
+    "parallel", [{"tensor": 2}, {"tensor": 2, "sequence": True}, {"context": 2}]
+)
+def test_wrong_conversions_are_refused(parallel: dict[str, Any]) -> None:
+    program = proved("llama", {"parallel": parallel, "kernels": "aten"}, 2, until="place")
     verify(program)
     tried = 0
     for what, mutant in mutants(program):

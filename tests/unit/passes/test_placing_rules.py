@@ -92,7 +92,8 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.sum.dim_IntList, (rand(2, 4, 6), [0, 1])), (aten.sum.dim_IntList, (X, [1], True)),
     (aten.sum.default, (X,)), (aten.mean.dim, (rand(2, 4, 6), [-1], True)),
     (aten.amax.default, (rand(2, 4, 6), [1])), (aten.amin.default, (X, [0], True)),
-    (aten._softmax.default, (rand(2, 4, 6), -1, False)), (aten._log_softmax.default, (X, 1, False)),
+    (aten._softmax.default, (rand(2, 4, 6), -1, False)),
+    (aten._safe_softmax.default, (rand(2, 4, 6), -1)), (aten._log_softmax.default, (X, 1, False)),
     (aten.cumsum.default, (X, 1)),
     (aten._softmax_backward_data.default, (X, Y, 1, torch.float64)),
     (aten._log_softmax_backward_data.default, (X, Y, -1, torch.float64)),
@@ -104,6 +105,8 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.index_put.default, (rand(4, 6), [torch.tensor([[2, 0]])], rand(1, 2, 6))),
     (aten.new_zeros.default, (rand(4, 6), [2, 4, 6])), (aten.new_zeros.default, (X, [4, 3])),
     (aten.gather.default, (X, 1, ids(4, 2))),
+    (aten.nll_loss_backward.default,
+     (rand(1)[0], rand(4, 6), ids(4), None, 1, 2, torch.tensor(3.0, dtype=torch.float64))),
     (aten.native_layer_norm.default, (rand(2, 4, 6), [6], rand(6), rand(6), 1e-5)),
     (aten.native_layer_norm_backward.default,
      (rand(2, 4, 6), rand(2, 4, 6), [6], MEAN, RSTD, rand(6), rand(6), [True, True, True])),
@@ -171,8 +174,10 @@ def test_every_way_gives_the_whole_result(number: int) -> None:
     seen: set[Way] = set()
     for now in itertools.product(*(list(placements(t)) for t in tensors[:3])):
         now += (R,) * (len(tensors) - len(now))
-        if len(tensors) > 3:  # of many, those that are as large as the first lie as it does
-            now = tuple(now[0] if t.dim() == tensors[0].dim() else R for t in tensors)
+        if len(tensors) > 3:  # of many, those with as many dimensions as the first lie as it does
+            first = next(i for i, t in enumerate(tensors) if t.dim())
+            same = [t.dim() == tensors[first].dim() for t in tensors]
+            now = tuple(now[first] if is_same else R for is_same in same)
         operands = [Operand(tuple(t.shape), n) for t, n in zip(tensors, now, strict=True)]
         call = WholeCall(target, tuple(args), {}, tuple(operands), whole, RANKS)
         for way in ways(call):

@@ -9,7 +9,7 @@ import math
 
 import pytest
 from models import CASES
-from mutants import BASES, PLACED_BASES, Mutant, generate
+from mutants import BASES, CONTEXT_BASES, PLACED_BASES, Mutant, generate
 from mutants_drop import drop_update, drop_wait
 from mutants_judge import Tally, harm_of, refusal_of
 from mutants_kinds import KINDS
@@ -81,6 +81,40 @@ def test_of_layers_that_are_cut() -> None:
         found.add(mutant)
     assert found.total("harmful refused") > 10 and found.total("harmless accepted") > 2
     check(found, 0.1)
+
+
+NO_TENSOR = {"wrong_rows", "wrong_part", "wrong_joined", "sum_another", "reduce_apart"}
+
+
+def test_of_sequences_that_are_cut() -> None:
+    """All-to-alls left out, doubled, along other dimensions and axes; parts of other ranks."""
+    found = Tally()
+    kinds = [k for k in (*HARMFUL, *HARMLESS) if k.__name__ not in NO_TENSOR | {"reduce_early"}]
+    for mutant in generate(len(kinds), 3, CONTEXT_BASES[:1], kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 8 and found.total("harmless accepted") > 2
+    check(found, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(240, 246))
+def test_of_sequences_that_are_cut_many(seed: int) -> None:
+    found = Tally()
+    kinds = [k for k in PLACED if not k.__name__.startswith(tuple(NO_TENSOR))]
+    for mutant in generate(4 * len(kinds), seed, CONTEXT_BASES, kinds):
+        found.add(mutant)
+    check(found, 0.05, strays_by=1.65)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(250, 252))
+def test_of_schedules_of_sequences_that_are_cut(seed: int) -> None:
+    """The changes of any schedule: waits, packs, the scale of a mean over data ranks."""
+    found = Tally()
+    kinds = [k for k in KINDS if k.__module__ in BY_ANY and k not in (drop_update, move_update)]
+    for mutant in generate(4 * len(kinds), seed, CONTEXT_BASES, kinds):
+        found.add(mutant)
+    check(found, 0.05, strays_by=1.65)
 
 
 @pytest.mark.slow

@@ -1,0 +1,230 @@
+"""Sequences cut over ranks: unmodified models of transformers train as one plain process does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pool import Pool
+from tensor_models import Result, batch
+from test_tensor_parallel import compare, make, plain, slow, train
+from test_tensor_plans import HOST, IGNORED, check, run
+from test_tensor_state import check_same, loaded, saved
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.errors import PlanError, ShardError
+from zerofx.plan.plan import Plan
+
+CONTEXT = {"context": 2, "attention": "heads"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "plan"),
+    [
+        ("gpt2", 2, {"stage": 3}),
+        slow("gpt2", 2, {"stage": 0}),
+        slow("llama", 2, {"stage": 3}),
+        slow("llama", 2, {"stage": 1}),
+        slow("llama", 2, {"stage": 2, "activations": "recompute"}),
+        slow("gpt2", 2, {"stage": 0, "activations": "recompute"}),
+        slow("gpt2", 2, {"stage": 1, "kernels": "inductor"}),
+        slow("bert", 2, {"stage": 3}),
+        slow("bert", 2, {"stage": 2}),
+        slow("t5", 2, {"stage": 3}),
+        slow("vit", 2, {"stage": 2}),
+        slow("grouped", 2, {"stage": 2}),
+        slow("mixtral", 2, {"stage": 3}),
+        slow("llama", 4, {"stage": 3}),
+        slow("llama", 4, {"stage": 0}),
+        slow("bert", 4, {"stage": 1}),
+        slow("gpt2", 4, {"stage": 2, "shard_axis_size": 2}),
+        slow("gpt2", 4, {"stage": 3, "shard_axis_size": 1}),
+        slow("llama", 4, {"stage": 3, "parallel": {"context": 4}}),
+    ],
+)
+def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:
+    plan = {"parallel": CONTEXT, **plan}
+    for optimizer, tolerance in (("sgd", 2e-6), ("adamw", 1e-5)):
+        expected = plain(name, optimizer, ranks // plan["parallel"]["context"])
+        for found in pool.run(ranks, train, name, optimizer, plan):
+            compare(found, expected, tolerance)
+
+
+# -- a model of this file -------------------------------------------------------------------------
+class Odd(nn.Module):
+    """Attention from bare products, learned positions, and a loss over shifted labels."""
+
+    def __init__(self, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.words, self.places = nn.Embedding(40, 24), nn.Parameter(torch.randn(1, 32, 24) * 0.02)
+        self.mix, self.back = nn.Linear(24, 72), nn.Linear(24, 24, bias=False)
+        self.norm = nn.RMSNorm(24)
+        self.out = nn.Linear(24, 40)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Result:
+        count, length = input_ids.shape
+        x = self.words(input_ids) + self.places[:, :length]
+        q, k, v = (
+            each.view(count, length, self.heads, -1).transpose(1, 2)
+            for each in self.mix(self.norm(x)).chunk(3, -1)
+        )
+        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+        ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+        mixed = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ v
+        x = x + self.back(mixed.transpose(1, 2).reshape(count, length, -1))
+        logits = self.out(x)
+        return Result(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1))
+
+
+def texts(step: int, length: int) -> dict[str, Tensor]:
+    """Return two texts, of which some labels do not count: more of them in the first half."""
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 40, (2, length), generator=draw)
+    labels = ids.roll(-1, 1)
+    labels[:, : length // 4] = -1
+    labels[:, -1] = -1
+    return {"input_ids": ids, "labels": labels}
+
+
+def odd(plan: dict[str, Any] | None, heads: int, length: int) -> tuple[list[float], Any]:
+    torch.manual_seed(0)
+    model: Any = Odd(heads)
+    if plan is not None:
+        model = zerofx.compile(model, {"kernels": "aten", **plan})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(3):
+        loss = model(**texts(step, length)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        losses.append(float(model(**texts(9, length)).loss))
+    return losses, dict(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("heads", "length"),
+    [
+        (4, 8),
+        slow(3, 8),  # heads that do not divide
+        slow(4, 7),  # nor does the sequence
+    ],
+)
+def test_a_model_of_bare_products(pool: Pool, heads: int, length: int) -> None:
+    expected = odd(None, heads, length)
+    for found in pool.run(2, odd, {"parallel": CONTEXT, "stage": 2}, heads, length):
+        assert found[0] == pytest.approx(expected[0], rel=1e-5)
+        for key, value in expected[1].items():
+            torch.testing.assert_close(found[1][key], value, rtol=0, atol=2e-6, msg=key)
+
+
+# -- other fields of the plan ---------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        slow(2, {"update": "in-backward", "offload": HOST | {"activations": "cpu"}}),
+        slow(2, IGNORED),
+        slow(2, {"offload": {"optimizer": "nvme", "parameters": "nvme"}}),
+        slow(2, {"memory_budget": "600KiB", "activations": "auto"}),
+        slow(4, {"update": "in-backward", "optimizer": "Lamb"}),
+        slow(4, {"stage": 1, "optimizer": "Lamb"}),
+    ],
+)
+def test_plans_train_alike(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any]) -> None:
+    plan = dict(plan)
+    kind = plan.pop("optimizer", "AdamW")
+    if "nvme" in plan.get("offload", {}).values():
+        plan = plan | {"offload": plan["offload"] | {"path": str(tmp_path)}}
+    ignored = plan.get("ignored_params", [])
+    expected = run(None, kind, ignored, ranks // 2)
+    for found in pool.run(ranks, run, plan | {"parallel": CONTEXT}, kind, ignored, timeout_s=400):
+        check(found, expected)
+
+
+def halves(plan: dict[str, Any]) -> list[float]:
+    model = zerofx.compile(make("llama"), {"kernels": "aten", "precision": "bf16", **plan})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(5):
+        loss = model(**batch("llama", seed=step)).loss
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.slow
+def test_in_bf16(pool: Pool) -> None:
+    (alone,) = pool.run(1, halves, {})
+    for found in pool.run(2, halves, {"parallel": CONTEXT, "stage": 3}):
+        assert found == pytest.approx(alone, abs=5e-3)
+
+
+# -- states and samples ---------------------------------------------------------------------------
+SEQUENCES = {"stage": 3, "parallel": CONTEXT}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        slow((2, SEQUENCES), (1, {"stage": 3})),
+        slow((2, {"stage": 3, "parallel": {"tensor": 2}}), (4, {**SEQUENCES, "stage": 1})),
+    ],
+)
+def test_any_layout_loads_any_other(pool: Pool, tmp_path: Path, first: Any, second: Any) -> None:
+    path = str(tmp_path / "snapshot")
+    expected = pool.run(first[0], saved, path, "blocks", "adamw", first[1])[0]
+    for found in pool.run(second[0], loaded, path, "blocks", "adamw", second[1]):
+        check_same(found, expected)
+
+
+def other_samples() -> list[Any]:
+    model = zerofx.compile(make("blocks"), Plan(parallel=CONTEXT, kernels="aten"))
+    own = model.zerofx
+    with pytest.raises(ShardError) as caught:
+        model(**batch("blocks", seed=own.world.rank))
+    return [str(caught.value), own.data_rank, own.data_world]
+
+
+def test_a_wrong_sampler_is_named(pool: Pool) -> None:
+    found = pool.run(4, other_samples)
+    for text, _, world in found:
+        assert (
+            "differs between the 2 ranks that share each sequence (Plan.parallel.context)" in text
+        )
+        assert world == 2
+    assert [rank for _, rank, _ in found] == [0, 0, 1, 1]
+
+
+# -- refusals -------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"parallel": {"context": 2, "tensor": 2}}, "context = 2 does not go with tensor = 2 yet"),
+        ({"parallel": {"context": 2, "pipeline": 2}}, "does not go with pipeline = 2 yet"),
+        ({"parallel": {"context": 2, "attention": "ring"}}, "attention"),
+        ({"parallel": {"context": 2, "sequence": True}}, "set tensor, or drop sequence"),
+        ({"parallel": {"context": 2, "placements": {"*": "whole"}}}, "tensor axis; drop it"),
+        ({"parallel": {"context": 2}, "numerics": "fast"}, "does not go with numerics = 'fast'"),
+        ({"parallel": {"context": 2}, "tiling": {"*": 2}}, "does not go with tiling yet"),
+    ],
+)
+def test_plans_that_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(PlanError, match=said):
+        Plan(**fields)
+
+
+def test_a_world_that_does_not_divide() -> None:
+    with pytest.raises(PlanError, match=r"parallel.context = 4 does not divide the world of 6"):
+        Plan(parallel={"context": 4}).axis_sizes(6)
+    assert Plan(parallel={"context": 2}).axis_sizes(8) == (8, 1)
+    assert Plan(parallel={"context": 2}, stage=0).axis_sizes(8) == (1, 8)
