@@ -5,9 +5,9 @@
         scatter_values   P -> S      the sum, one part per rank
         gather_values    S -> R      all parts, on all ranks
         swap_values      S -> S      sharded along another dimension
-        part             R -> S      this rank's part: nothing is sent
-        summand          R -> P      the value on the first rank, zeros on the others: nothing is sent
-        padded           S -> P      this rank's part with zeros around it: nothing is sent
+        part             R -> S      this rank's part: local
+        summand          R -> P      the value on the first rank, zeros on the others: local
+        padded           S -> P      this rank's part with zeros around it: local
 
 The logical value does not change. The proof therefore erases conversions, and checks that each one
 fits its argument's placement. Parts are `layout.placements.Cut`s, written as (dim, groups).
