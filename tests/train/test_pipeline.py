@@ -146,6 +146,62 @@ def test_gradients_add_up_and_stages_hold_their_own(pool: Pool) -> None:
     assert max(shares) < 0.8 and 1.0 <= sum(shares) < 1.1  # the tied table is in both
 
 
+def reductions(plan: dict[str, Any]) -> tuple[int, int, Tensor]:
+    """Return the calls that reduce gradients in a step, and this rank's buckets."""
+    model = zerofx.compile(make("llama"), {"kernels": "aten", **plan})
+    own = model.zerofx
+    for step in range(2):
+        before = own.world.counters["reduce_scatter"].calls
+        model.zero_grad()
+        model(**samples("llama", step, own.data_rank)).loss.backward()
+        calls = own.world.counters["reduce_scatter"].calls - before
+    grads = [p.grad.full_tensor().flatten() for p in model.parameters()]
+    return calls, len(own.engine.layout.own_buckets), torch.cat(grads)
+
+
+@pytest.mark.parametrize("stage", [3, slow(2), slow(1)])
+def test_gradients_are_reduced_once_a_step(pool: Pool, stage: int) -> None:
+    """Or for each micro-batch, if no whole gradients shall be held."""
+    made = []
+    for accumulate in ("whole", "sharded"):
+        parallel = {"pipeline": 2, "micro_batches": 4, "accumulate": accumulate}
+        found = pool.run(4, reductions, {"stage": stage, "parallel": parallel})
+        times = 4 if accumulate == "sharded" and stage > 1 else 1
+        assert [calls for calls, _, _ in found] == [times * own for _, own, _ in found]
+        made.append(found[0][2])
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-7)
+
+
+def in_micro_batches(name: str, num: int, plan: dict[str, Any] | None) -> list[Tensor]:
+    """Train three steps; without a plan in one process that accumulates the micro-batches."""
+    model = make(name)
+    if plan is not None:
+        model = zerofx.compile(model, {"kernels": "aten", **plan})
+    stepper = optimizer_of("adamw", model)
+    for step in range(3):
+        stepper.zero_grad()
+        batch = samples(name, step, 0)
+        if plan is not None:
+            model(**batch).loss.backward()
+        else:
+            for pieces in zip(*(v.chunk(num) for v in batch.values()), strict=True):
+                (model(**dict(zip(batch, pieces, strict=True))).loss / num).backward()
+        stepper.step()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("size", "num", "schedule"),
+    [(2, 4, "1f1b"), slow(2, 8, "gpipe"), slow(4, 4, "gpipe"), slow(4, 8, "1f1b")],
+)
+def test_the_bits_are_those_of_accumulation(pool: Pool, size: int, num: int, schedule: str) -> None:
+    expected = in_micro_batches("llama", num, None)
+    parallel = {"pipeline": size, "micro_batches": num, "schedule": schedule}
+    plan = {"stage": 3, "parallel": parallel}
+    for found in pool.run(size, in_micro_batches, "llama", num, plan):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def refused() -> list[str]:
     """Try what a pipeline cannot do; return what is said."""
     parallel = {"pipeline": 2, "micro_batches": 3}

@@ -493,7 +493,7 @@ class Namespace:
             )
         gradients, before = self.engine.gradients, self.engine.gradients.no_sync
         gradients.no_sync = self.plan.parallel.pipeline == 1 and reduction.is_put_off(
-            self.engine.layout, self.plan.stage
+            self.engine.layout, self.plan
         )
         try:
             yield

@@ -147,7 +147,7 @@ def own_stage(program: Planned) -> OwnStage:
         trained=stage.trained,
         shared={n: held[n] for n in stage.trained if len(held[n]) > 1},
         loss=program.calling.loss,
-        puts_off=reduction.is_put_off(program.layout, program.plan.stage),
+        puts_off=reduction.is_put_off(program.layout, program.plan),
         digest=f"{wires} {describe_layout(program.layout, program.plan)}",
     )
 

@@ -267,6 +267,9 @@ class Parallel:
         way at a time; "gpipe" runs all forwards, then all backwards.
     micro_batches: into how many pieces the batch of a training step is cut, along dimension 0 of
         its inputs. "auto": as many as divide it, four a pipeline stage at most.
+    accumulate: "whole" sums the gradients of a stage's own parameters on each rank and reduces
+        them once, with the last micro-batch's; "sharded" holds no whole gradients at stages 2 and 3,
+        and reduces those of every micro-batch into the shards.
     cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
         with which the second, third, ... stage begin.
 
@@ -280,6 +283,7 @@ class Parallel:
     pipeline: int = spec_field(1, whole(1))
     schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe"))
     micro_batches: str | int = spec_field("auto", _micro_batches)
+    accumulate: str = spec_field("whole", one_of("whole", "sharded"))
     cuts: str | tuple[str, ...] = spec_field("auto", _cuts)
 
     def __post_init__(self) -> None:

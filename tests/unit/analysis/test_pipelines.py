@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import zerofx
 from zerofx.analysis.time.pipelines import StageTimes, run_on_paper
+from zerofx.analysis.time.steps import Lane
 from zerofx.errors import PlanError
 from zerofx.ir.program import BACKWARD, FORWARD, Captured, Wire
 from zerofx.policy.schedules import actions
@@ -74,6 +75,26 @@ def test_all_stages_are_predicted_together() -> None:
     # two data ranks, so that nothing is sent twice: one activation and one gradient each way
     wires = found.program.stage.wires
     assert found.sent_bytes == 4 * max(w.value.nbytes for w in wires)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_whole_gradients_and_one_reduction_or_neither(stage: int) -> None:
+    """What is summed on a rank is counted in its memory, and each reduction in its time."""
+    captured, made = captured_llama(), {}
+    for accumulate in ("whole", "sharded"):
+        parallel = {"pipeline": 2, "micro_batches": 4, "accumulate": accumulate}
+        plan = {"stage": stage, "kernels": "aten", "parallel": parallel}
+        made[accumulate] = zerofx.predict(captured, plan, hardware=HARDWARE, world_size=4)
+    whole, sharded = made["whole"].forecast, made["sharded"].forecast
+    for a, b in zip(whole.stages, sharded.stages, strict=True):
+        layout = a.program.layout
+        summed = [s.nbytes for s in a.memory.storages if s.name == "sum of no_sync"]
+        assert sum(summed) == sum(b.numel * b.dtype.itemsize for b in layout.own_buckets)
+        assert not any(s.name == "sum of no_sync" for s in b.memory.storages)
+        assert a.memory.peak_bytes > b.memory.peak_bytes
+    lane = Lane.REDUCE
+    reduced = [found.lane_bytes()[lane] for found in (whole, sharded)]
+    assert reduced[1] == pytest.approx(4 * reduced[0])
 
 
 def test_ranks_that_share_layers_have_the_same_samples() -> None:

@@ -427,7 +427,7 @@ class Walk:
         """Say whether this micro-batch reduces a bucket, and does not only sum on its rank."""
         loop = self.program.loop
         is_last = self.found.micro == loop.accumulation - 1
-        can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan.stage)
+        can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan)
         return is_last or not can_wait
 
     def refresh_moves(self, node: fx.Node) -> bool:
