@@ -298,10 +298,11 @@ def rewrite(
         )
     checked = as_plan(plan if plan is not None else program.planned().plan)
     described = hardware_for("cpu", _either(hardware, machine))
-    if position not in range(checked.parallel.pipeline):
+    if position not in range(checked.parallel.num_stages):
         raise PlanError(
-            f"position is {position}, and Plan.parallel.pipeline is {checked.parallel.pipeline}: "
-            "stages are counted from 0"
+            f"position is {position}, and the plan has {checked.parallel.num_stages} pipeline "
+            f"stages (Plan.parallel.pipeline is {checked.parallel.pipeline}): they are counted "
+            "from 0"
         )
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop, position=position))

@@ -17,6 +17,7 @@ from zerofx.errors import GradientError, PlanError, ShardError, ZerofxError
 from zerofx.plan.plan import Plan
 
 STEPS = 5
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "interleave": 2}
 
 
 def make(name: str) -> nn.Module:
@@ -96,6 +97,13 @@ def slow(*values: Any) -> Any:
         slow("t5", 4, {"stage": 3, "parallel": {"pipeline": 4, "schedule": "gpipe"}}),
         slow("t5", 4, {"stage": 2, "parallel": {"pipeline": 4, "micro_batches": 8}}),
         slow("gpt2", 4, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
+        ("deep", 2, {"stage": 3, "parallel": {**INTERLEAVED, "micro_batches": 4}}),
+        slow("gpt2", 2, {"stage": 1, "parallel": INTERLEAVED}),
+        slow("deep", 4, {"stage": 2, "parallel": {**INTERLEAVED, "micro_batches": 2}}),
+        slow("t5", 2, {"stage": 0, "parallel": {**INTERLEAVED, "micro_batches": 8}}),
+        slow("t5", 2, {"stage": 3, "parallel": {**INTERLEAVED, "interleave": 3}}),
+        slow("llama", 8, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
+        slow("gpt2", 8, {"stage": 1, "parallel": {**INTERLEAVED, "tensor": 2}}),
         slow("mixtral", 2, {"stage": 1, "parallel": {"pipeline": 2, "micro_batches": 4}}),
         slow("llama", 4, {"stage": 2, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -264,12 +264,15 @@ class Parallel:
     pipeline: pipeline stages, each some layers of the model and some of the ranks (pipeline
         parallelism); ranks that differ along it alone need the same samples.
     schedule: "1f1b" begins the backward of a micro-batch as soon as it can, so that few are under
-        way at a time; "gpipe" runs all forwards, then all backwards.
+        way at a time; "gpipe" runs all forwards, then all backwards; "interleaved" is 1f1b with
+        several stages on each rank, which wait less for each other and send more.
+    interleave: pipeline stages on each rank, of "interleaved": of 4 ranks the second has stages 1,
+        5, 9, ... micro_batches is then a multiple of pipeline.
     micro_batches: into how many pieces the batch of a training step is cut, along dimension 0 of
         its inputs. "auto": as many as divide it, four a pipeline stage at most.
     accumulate: "whole" sums the gradients of a stage's own parameters on each rank and reduces
-        them once, with the last micro-batch's; "sharded" holds no whole gradients at stages 2 and 3,
-        and reduces those of every micro-batch into the shards.
+        them once, with the last micro-batch's; "sharded" holds none at stages 2 and 3, and
+        reduces those of every micro-batch into the shards.
     cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
         with which the second, third, ... stage begin.
 
@@ -281,7 +284,8 @@ class Parallel:
     sequence: bool = spec_field(False, flag)
     placements: str | Patterns = spec_field("auto", _placements)
     pipeline: int = spec_field(1, whole(1))
-    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe"))
+    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe", "interleaved"))
+    interleave: int = spec_field(1, whole(1))
     micro_batches: str | int = spec_field("auto", _micro_batches)
     accumulate: str = spec_field("whole", one_of("whole", "sharded"))
     cuts: str | tuple[str, ...] = spec_field("auto", _cuts)
@@ -294,16 +298,39 @@ class Parallel:
                 f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it is "
                 f"about pipeline stages; set pipeline, or drop {name}"
             )
-        if self.cuts != "auto" and len(self.cuts) != self.pipeline - 1:
+        self._check_schedule()
+        if self.cuts != "auto" and len(self.cuts) != self.num_stages - 1:
+            times = f" x {self.interleave} interleaved" if self.interleave > 1 else ""
             raise PlanError(
                 f"Plan.parallel.cuts has {len(self.cuts)} modules and pipeline is "
-                f"{self.pipeline}: name the first module of every pipeline stage but the first, "
-                f"{self.pipeline - 1} in all"
+                f"{self.pipeline}{times}: name the first module of every pipeline stage but the "
+                f"first, {self.num_stages - 1} in all"
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
                 "the ranks of the tensor axis; set tensor, or drop sequence"
+            )
+
+    def _check_schedule(self) -> None:
+        is_interleaved = self.schedule == "interleaved"
+        if is_interleaved != (self.interleave > 1):
+            raise PlanError(
+                f"Plan.parallel.interleave = {self.interleave} contradicts schedule = "
+                f"{self.schedule!r}: 'interleaved' has two stages or more on each rank, and the "
+                "others have one. Set both, or neither"
+            )
+        if is_interleaved and self.pipeline == 1:
+            raise PlanError(
+                "Plan.parallel.schedule = 'interleaved' contradicts pipeline = 1: one rank has all "
+                "stages. Set pipeline, or drop schedule and interleave"
+            )
+        num = 0 if self.micro_batches == "auto" else int(self.micro_batches)
+        if is_interleaved and num % self.pipeline:
+            raise PlanError(
+                f"Plan.parallel.micro_batches = {num} is no multiple of pipeline = "
+                f"{self.pipeline}, by which 'interleaved' goes through a rank's stages. Choose a "
+                "multiple, or schedule = '1f1b'"
             )
 
     @classmethod
@@ -336,6 +363,19 @@ class Parallel:
     def is_used(self) -> bool:
         """Say whether ranks share layers, or have layers of their own."""
         return self.num_shared > 1
+
+    @property
+    def num_stages(self) -> int:
+        """How many pipeline stages there are, on all ranks together."""
+        return self.pipeline * self.interleave
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """Return the pipeline stages of the ranks at a position along the pipeline axis."""
+        return tuple(range(position, self.num_stages, self.pipeline))
+
+    def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Return the positions of the ranks that have these pipeline stages."""
+        return tuple(sorted({stage % self.pipeline for stage in stages}))
 
     @property
     def num_shared(self) -> int:

@@ -127,7 +127,7 @@ def _of_pipeline(
     keeps_results: bool,
 ) -> PipelineView:  # fmt: skip
     """Return what a step of all stages of a pipeline holds and takes."""
-    size = setting.plan.parallel.pipeline
+    size = setting.plan.parallel.num_stages
     whole = run(captured, setting, WHOLE, proof=Proof.END)  # what all stages begin with
     programs = [
         resume(whole, replace(setting, position=position), WHOLE) for position in range(size)
