@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.errors import GradientError, PlanError, ShardError, ZerofxError
+from zerofx.errors import GradientError, PlanError, ProgramError, ShardError, ZerofxError
 from zerofx.plan.plan import Plan
 
 STEPS = 5
@@ -328,6 +328,39 @@ def test_what_is_cut_by_mistake_is_named(pool: Pool) -> None:
     for said, mine, theirs in pool.run(2, weighted):
         assert "cut along dimension 0: those of [8, 8], [8, 8]. If one of them" in said
         torch.testing.assert_close(mine, theirs)
+
+
+def edited(folder: str) -> tuple[Tensor, Tensor, bool, str]:
+    """Emit this rank's stage, move a line and add one, adopt it, and train another step."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(8, 8), Weighted()
+    plan = Plan(parallel={"pipeline": 2, "micro_batches": 4}, kernels="aten")
+    model = zerofx.compile(copy.deepcopy(plain), plan)
+    model(x).backward()
+    model.zero_grad()
+    directory = model.programs[0].emit(f"{folder}/{model.zerofx.world.rank}")
+    path = directory / "pipeline.py"
+    head, step, lines = path.read_text().partition("def step(rt):\n")
+    moved = sorted(lines.splitlines(), key=lambda x: "rt.receive" not in x)  # all of them first
+    path.write_text(head + step + "\n".join(["    rt.is_edited = True", *moved]) + "\n")
+    model.zerofx.adopt(directory)
+    model(x).backward()
+    plain(x).backward()
+    run = next(iter(model.zerofx.table.bound.values()))._pipeline
+    path.write_text(path.read_text().replace("rt.send", "# rt.send", 1))
+    with pytest.raises(ProgramError) as caught:
+        zerofx.load_program(directory)
+    assert plain.scale.grad is not None
+    is_edited = getattr(run, "is_edited", False)
+    return model.scale.grad.full_tensor(), plain.scale.grad, is_edited, str(caught.value)
+
+
+def test_an_edited_pipeline_runs(pool: Pool, tmp_path: Any) -> None:
+    for mine, theirs, is_edited, said in pool.run(2, edited, str(tmp_path)):
+        torch.testing.assert_close(mine, theirs)
+        assert is_edited
+        assert "pipeline.py: rank" in said and "of micro-batch 0 from stage" in said
+        assert said.endswith("is missing")
 
 
 class Failing(nn.Module):

@@ -48,9 +48,21 @@ def _rank(program: Planned) -> int:
     return program.stage.position % program.plan.parallel.pipeline
 
 
-def render_moves(program: Planned, num: int) -> str:
-    """Return the text of pipeline.py for the rank that a program is for."""
+def has_moves(program: Planned) -> bool:
+    """Tell whether a program has them: a training step's first stage of each rank of a pipeline."""
+    parallel = program.plan.parallel
+    is_first = program.stage.position < parallel.pipeline
+    return program.stage.size > 1 and program.is_training and is_first
+
+
+def render_moves(program: Planned, num: int | None = None) -> str:
+    """Return the text of pipeline.py for the rank that a program is for.
+
+    num: micro-batches; None for as many as are planned for.
+    """
     parallel, rank = program.plan.parallel, _rank(program)
+    if num is None:
+        num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
     title = f"{program.model_name}: {parallel.schedule} of {num} micro-batches"
     lines = [_line(move) for move in moves_of_all(program, num)[rank]]
     return _HEAD.format(title=title, rank=rank, num=num) + "".join(f"    {x}\n" for x in lines)

@@ -485,6 +485,7 @@ class Cutting:
             n: p for n, p in program.params.items() if rank in self.parallel.holders(p.positions)
         }
         self._take_reference(wires, position)
+        program.signature = f"{program.signature}:{position}"  # no other stage stands for it
 
     @staticmethod
     def _counts(program: Planned) -> tuple[int, int]:
