@@ -97,7 +97,7 @@ def slow(*values: Any) -> Any:
         slow("t5", 4, {"stage": 3, "parallel": {"pipeline": 4, "schedule": "gpipe"}}),
         slow("t5", 4, {"stage": 2, "parallel": {"pipeline": 4, "micro_batches": 8}}),
         slow("gpt2", 4, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
-        ("deep", 2, {"stage": 3, "parallel": {**INTERLEAVED, "micro_batches": 4}}),
+        slow("deep", 2, {"stage": 3, "parallel": {**INTERLEAVED, "micro_batches": 4}}),
         slow("gpt2", 2, {"stage": 1, "parallel": INTERLEAVED}),
         slow("deep", 4, {"stage": 2, "parallel": {**INTERLEAVED, "micro_batches": 2}}),
         slow("t5", 2, {"stage": 0, "parallel": {**INTERLEAVED, "micro_batches": 8}}),
@@ -311,10 +311,10 @@ class Weighted(nn.Module):
         return ((x if matrix is None else x @ matrix) * self.scale).square().mean()
 
 
-def weighted() -> tuple[str, Tensor, Tensor]:
+def weighted(parallel: dict[str, Any]) -> tuple[str, Tensor, Tensor]:
     torch.manual_seed(0)
     x, plain = torch.randn(8, 8), Weighted()
-    plan = Plan(parallel={"pipeline": 2, "micro_batches": 4}, kernels="aten")
+    plan = Plan(parallel={**parallel, "micro_batches": 4}, kernels="aten")
     model = zerofx.compile(copy.deepcopy(plain), plan)
     with pytest.raises(ZerofxError) as caught:
         model(x, torch.eye(8))
@@ -324,8 +324,9 @@ def weighted() -> tuple[str, Tensor, Tensor]:
     return str(caught.value), model.scale.grad.full_tensor(), plain.scale.grad
 
 
-def test_what_is_cut_by_mistake_is_named(pool: Pool) -> None:
-    for said, mine, theirs in pool.run(2, weighted):
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_what_is_cut_by_mistake_is_named(pool: Pool, parallel: dict[str, Any]) -> None:
+    for said, mine, theirs in pool.run(2, weighted, parallel):
         assert "cut along dimension 0: those of [8, 8], [8, 8]. If one of them" in said
         torch.testing.assert_close(mine, theirs)
 

@@ -155,8 +155,11 @@ def check_facts(facts: Any) -> dict[str, Any]:
     for role, name, index, *_ in facts["placeholders"][FORWARD]:
         if role == Role.INPUT.value and not 0 <= index < leaves:
             raise schema.FormError(f"placeholders: input {name} is leaf {index} of {leaves}")
+    rank = stage["position"] % facts["layout"]["pipeline_size"] if stage else 0
     for number, bucket in enumerate(facts["layout"]["buckets"]):
-        _check_bucket(bucket, f"layout.buckets[{number}]", facts["params"])
+        is_own = rank in bucket.get("positions", (rank,))  # or of other ranks' pipeline stages
+        params = facts["params"] if is_own else None
+        _check_bucket(bucket, f"layout.buckets[{number}]", params)
     return facts  # type: ignore[no-any-return]
 
 
@@ -166,13 +169,16 @@ def checksum_of(facts: dict[str, Any]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _check_bucket(bucket: dict[str, Any], where: str, params: dict[str, Any]) -> None:
-    """Raise unless a bucket's parameters are known and lie in it one behind another."""
+def _check_bucket(bucket: dict[str, Any], where: str, params: dict[str, Any] | None) -> None:
+    """Raise unless a bucket's parameters are known and lie in it one behind another.
+
+    params: those of the program, None where it has none of the bucket's.
+    """
     end = 0
     for name, shape, offset, tile in bucket["params"]:
         if offset < end or (end := offset + math.prod(shape)) > bucket["numel"]:
             raise schema.FormError(f"{where}: {name} at {offset} does not fit into the bucket")
-        if (name if tile is None else tile[0]) not in params:
+        if params is not None and (name if tile is None else tile[0]) not in params:
             raise schema.FormError(f"{where}: {name} is none of the parameters")
 
 

@@ -91,7 +91,7 @@ class Bound:
         self.last_use = -1
         calling = program.calling
         self._pipeline: PipelineRun | None = None
-        self._stages: list[Bound] = []
+        self._others: list[Bound] = []
         self._leaves = executable.contract.outputs
         if program.stage.size > 1:
             self._leaves = tuple(wire.leaf for wire in program.stage.results)
@@ -110,10 +110,10 @@ class Bound:
 
         stages: all of this rank's, in order, of which this is the first.
         """
-        if self._pipeline is None or self._stages != [*stages]:
+        if self._pipeline is None or self._others != [*stages[1:]]:
             programs = [stage.program for stage in stages]
             with_saved_bytes(programs)
-            self._stages = [*stages]
+            self._others = [*stages[1:]]
             self._pipeline = PipelineRun(
                 [stage.executable for stage in stages],
                 [own_stage(program) for program in programs],
