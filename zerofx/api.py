@@ -300,10 +300,11 @@ def rewrite(
         )
     checked = as_plan(plan if plan is not None else program.planned().plan)
     described = hardware_for("cpu", _either(hardware, machine))
-    if position not in range(checked.parallel.pipeline):
+    if position not in range(checked.parallel.num_stages):
         raise PlanError(
-            f"position is {position}, but Plan.parallel.pipeline is {checked.parallel.pipeline}. "
-            "Give a pipeline stage from 0 to pipeline - 1"
+            f"position is {position}, but the plan has {checked.parallel.num_stages} pipeline "
+            f"stages (Plan.parallel.pipeline is {checked.parallel.pipeline}). Give a stage from 0 "
+            f"to {checked.parallel.num_stages - 1}"
         )
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop, position=position))

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 def llama(**more: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    fields = {"num_key_value_heads": 4} | more
+    fields = {"num_key_value_heads": 4, "num_hidden_layers": 2} | more
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            vocab_size=64, use_cache=False, **fields,
+            hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=64,
+            use_cache=False, **fields,
         )
     )  # fmt: skip
 
@@ -129,6 +129,7 @@ class Result(NamedTuple):
 MODELS = {
     "blocks": Blocks,
     "llama": llama,
+    "deep": lambda: llama(num_hidden_layers=4),
     "grouped": lambda: llama(num_key_value_heads=2),
     "mixtral": mixtral,
     "batched": lambda: mixtral("batched_mm"),

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.errors import GradientError, PlanError, ShardError, ZerofxError
+from zerofx.errors import GradientError, PlanError, ProgramError, ShardError, ZerofxError
 from zerofx.plan.plan import Plan
 
 STEPS = 5
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "interleave": 2}
 
 
 def make(name: str) -> nn.Module:
@@ -96,6 +97,13 @@ def slow(*values: Any) -> Any:
         slow("t5", 4, {"stage": 3, "parallel": {"pipeline": 4, "schedule": "gpipe"}}),
         slow("t5", 4, {"stage": 2, "parallel": {"pipeline": 4, "micro_batches": 8}}),
         slow("gpt2", 4, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
+        slow("deep", 2, {"stage": 3, "parallel": {**INTERLEAVED, "micro_batches": 4}}),
+        slow("gpt2", 2, {"stage": 1, "parallel": INTERLEAVED}),
+        slow("deep", 4, {"stage": 2, "parallel": {**INTERLEAVED, "micro_batches": 2}}),
+        slow("t5", 2, {"stage": 0, "parallel": {**INTERLEAVED, "micro_batches": 8}}),
+        slow("t5", 2, {"stage": 3, "parallel": {**INTERLEAVED, "interleave": 3}}),
+        slow("llama", 8, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}),
+        slow("gpt2", 8, {"stage": 1, "parallel": {**INTERLEAVED, "tensor": 2}}),
         slow("mixtral", 2, {"stage": 1, "parallel": {"pipeline": 2, "micro_batches": 4}}),
         slow("llama", 4, {"stage": 2, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
     ],
@@ -144,6 +152,62 @@ def test_gradients_add_up_and_stages_hold_their_own(pool: Pool) -> None:
             torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
         shares.append(share)
     assert max(shares) < 0.8 and 1.0 <= sum(shares) < 1.1  # the tied table is in both
+
+
+def reductions(plan: dict[str, Any]) -> tuple[int, int, Tensor]:
+    """Return the calls that reduce gradients in a step, and this rank's buckets."""
+    model = zerofx.compile(make("llama"), {"kernels": "aten", **plan})
+    own = model.zerofx
+    for step in range(2):
+        before = own.world.counters["reduce_scatter"].calls
+        model.zero_grad()
+        model(**samples("llama", step, own.data_rank)).loss.backward()
+        calls = own.world.counters["reduce_scatter"].calls - before
+    grads = [p.grad.full_tensor().flatten() for p in model.parameters()]
+    return calls, len(own.engine.layout.own_buckets), torch.cat(grads)
+
+
+@pytest.mark.parametrize("stage", [3, slow(2), slow(1)])
+def test_gradients_are_reduced_once_a_step(pool: Pool, stage: int) -> None:
+    """Or for each micro-batch, if no whole gradients shall be held."""
+    made = []
+    for accumulate in ("whole", "sharded"):
+        parallel = {"pipeline": 2, "micro_batches": 4, "accumulate": accumulate}
+        found = pool.run(4, reductions, {"stage": stage, "parallel": parallel})
+        times = 4 if accumulate == "sharded" and stage > 1 else 1
+        assert [calls for calls, _, _ in found] == [times * own for _, own, _ in found]
+        made.append(found[0][2])
+    torch.testing.assert_close(*made, rtol=1e-5, atol=1e-7)
+
+
+def in_micro_batches(name: str, num: int, plan: dict[str, Any] | None) -> list[Tensor]:
+    """Train three steps; without a plan in one process that accumulates the micro-batches."""
+    model = make(name)
+    if plan is not None:
+        model = zerofx.compile(model, {"kernels": "aten", **plan})
+    stepper = optimizer_of("adamw", model)
+    for step in range(3):
+        stepper.zero_grad()
+        batch = samples(name, step, 0)
+        if plan is not None:
+            model(**batch).loss.backward()
+        else:
+            for pieces in zip(*(v.chunk(num) for v in batch.values()), strict=True):
+                (model(**dict(zip(batch, pieces, strict=True))).loss / num).backward()
+        stepper.step()
+    return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("size", "num", "schedule"),
+    [(2, 4, "1f1b"), slow(2, 8, "gpipe"), slow(4, 4, "gpipe"), slow(4, 8, "1f1b")],
+)
+def test_the_bits_are_those_of_accumulation(pool: Pool, size: int, num: int, schedule: str) -> None:
+    expected = in_micro_batches("llama", num, None)
+    parallel = {"pipeline": size, "micro_batches": num, "schedule": schedule}
+    plan = {"stage": 3, "parallel": parallel}
+    for found in pool.run(size, in_micro_batches, "llama", num, plan):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def refused() -> list[str]:
@@ -247,10 +311,10 @@ class Weighted(nn.Module):
         return ((x if matrix is None else x @ matrix) * self.scale).square().mean()
 
 
-def weighted() -> tuple[str, Tensor, Tensor]:
+def weighted(parallel: dict[str, Any]) -> tuple[str, Tensor, Tensor]:
     torch.manual_seed(0)
     x, plain = torch.randn(8, 8), Weighted()
-    plan = Plan(parallel={"pipeline": 2, "micro_batches": 4}, kernels="aten")
+    plan = Plan(parallel={**parallel, "micro_batches": 4}, kernels="aten")
     model = zerofx.compile(copy.deepcopy(plain), plan)
     with pytest.raises(ZerofxError) as caught:
         model(x, torch.eye(8))
@@ -260,10 +324,44 @@ def weighted() -> tuple[str, Tensor, Tensor]:
     return str(caught.value), model.scale.grad.full_tensor(), plain.scale.grad
 
 
-def test_what_is_cut_by_mistake_is_named(pool: Pool) -> None:
-    for said, mine, theirs in pool.run(2, weighted):
+@pytest.mark.parametrize("parallel", [{"pipeline": 2}, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_what_is_cut_by_mistake_is_named(pool: Pool, parallel: dict[str, Any]) -> None:
+    for said, mine, theirs in pool.run(2, weighted, parallel):
         assert "cut along dimension 0: those of [8, 8], [8, 8]. If dimension 0 of one" in said
         torch.testing.assert_close(mine, theirs)
+
+
+def edited(folder: str) -> tuple[Tensor, Tensor, bool, str]:
+    """Emit this rank's stage, move a line and add one, adopt it, and train another step."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(8, 8), Weighted()
+    plan = Plan(parallel={"pipeline": 2, "micro_batches": 4}, kernels="aten")
+    model = zerofx.compile(copy.deepcopy(plain), plan)
+    model(x).backward()
+    model.zero_grad()
+    directory = model.programs[0].emit(f"{folder}/{model.zerofx.world.rank}")
+    path = directory / "pipeline.py"
+    head, step, lines = path.read_text().partition("def step(rt):\n")
+    moved = sorted(lines.splitlines(), key=lambda x: "rt.receive" not in x)  # all of them first
+    path.write_text(head + step + "\n".join(["    rt.is_edited = True", *moved]) + "\n")
+    model.zerofx.adopt(directory)
+    model(x).backward()
+    plain(x).backward()
+    run = next(iter(model.zerofx.table.bound.values()))._pipeline
+    path.write_text(path.read_text().replace("rt.send", "# rt.send", 1))
+    with pytest.raises(ProgramError) as caught:
+        zerofx.load_program(directory)
+    assert plain.scale.grad is not None
+    is_edited = getattr(run, "is_edited", False)
+    return model.scale.grad.full_tensor(), plain.scale.grad, is_edited, str(caught.value)
+
+
+def test_an_edited_pipeline_runs(pool: Pool, tmp_path: Any) -> None:
+    for mine, theirs, is_edited, said in pool.run(2, edited, str(tmp_path)):
+        torch.testing.assert_close(mine, theirs)
+        assert is_edited
+        assert "pipeline.py: rank" in said and "of micro-batch 0 from stage" in said
+        assert said.endswith("is missing")
 
 
 class Failing(nn.Module):

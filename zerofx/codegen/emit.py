@@ -13,6 +13,7 @@ import torch
 
 from zerofx.codegen.facts import checksum_of, program_facts
 from zerofx.codegen.kernels import render_kernels
+from zerofx.codegen.moves import NAME, has_moves, render_moves
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function, constants_source
 from zerofx.codegen.text import Source, templates
@@ -53,6 +54,8 @@ def render(program: Planned) -> dict[str, str]:
     if library.kernels:
         files["kernels.py"] = render_kernels(library.kernels.values())
     files |= {f"regions/{c.name}.py": c.source for c in codes}
+    if has_moves(program):
+        files[NAME] = render_moves(program)
     files["plan.yaml"] = program.plan.to_yaml()
     facts = program_facts(program)
     facts["regions"] = {c.name: c.unit for c in codes}

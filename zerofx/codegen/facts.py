@@ -12,10 +12,20 @@ import torch
 from zerofx import schema
 from zerofx.hardware import Hardware, default_hardware, hardware_names, load_hardware
 from zerofx.ir.meta import Role, info, value
-from zerofx.ir.program import BACKWARD, FORWARD, Calling, Planned, Reference, Unproved
+from zerofx.ir.program import (
+    BACKWARD,
+    FORWARD,
+    Calling,
+    Planned,
+    Reference,
+    Stage,
+    Unproved,
+    Wire,
+)
 from zerofx.ir.sizes import Dim, Size, Sizes, Symbol, form
 from zerofx.ir.verify_values import SHORT
 from zerofx.layout.buckets import AXES, CONTEXT, Layout
+from zerofx.layout.placements import R
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 
@@ -41,7 +51,8 @@ _BUCKET = schema.record(
         "home": _TIER,
         "source": _TIER,
         "params": schema.sequence(schema.row(_TEXT, _SHAPE, _COUNT, schema.optional(_TILE))),
-    }
+    },
+    positions=schema.sequence(_COUNT, least=1),
 )
 _ROLE = schema.one_of(role.value for role in Role)
 _SIZES = schema.sequence(schema.either(_TEXT, schema.integer(-schema.MOST)), most=64)
@@ -51,6 +62,29 @@ _SYMBOL = schema.row(
     schema.text(r"[A-Za-z_]\w*"),
     schema.either(schema.integer(), schema.number()),
     schema.sequence(_DIM, least=1),
+)
+_WIRE = schema.record(
+    {
+        "name": _TEXT,
+        "source": _COUNT,
+        "target": _INDEX,
+        "graph": schema.one_of((FORWARD, BACKWARD)),
+        "output": _COUNT,
+        "leaf": _COUNT,
+        "spec": _SPEC,
+        "digest": _TEXT,
+    }
+)
+_STAGE = schema.record(
+    {
+        "position": _COUNT,
+        "size": schema.integer(2),
+        "wires": schema.sequence(_WIRE),
+        "results": schema.sequence(_WIRE),
+        "trained": schema.sequence(_TEXT),
+        "num_leaves": _COUNT,
+        "num_outputs": _COUNT,
+    }
 )
 FACTS = schema.record(
     {
@@ -99,6 +133,7 @@ FACTS = schema.record(
     sizes=schema.optional(
         schema.record({"symbols": schema.sequence(_SYMBOL), "conditions": schema.sequence(_TEXT)})
     ),
+    stage=schema.optional(_STAGE),
     regions=schema.mapping(_TEXT, _TEXT),
     checksum=_TEXT,
 )
@@ -115,12 +150,16 @@ def check_facts(facts: Any) -> dict[str, Any]:
     for field in ("placeholders", "outputs"):
         if missing := graphs - facts[field].keys():
             raise schema.FormError(f"{field}.{min(missing)} is missing")
-    leaves = facts["calling"]["in_leaves"]
+    stage = facts.get("stage")
+    leaves = facts["calling"]["in_leaves"] + (len(stage["wires"]) if stage else 0)
     for role, name, index, *_ in facts["placeholders"][FORWARD]:
         if role == Role.INPUT.value and not 0 <= index < leaves:
             raise schema.FormError(f"placeholders: input {name} is leaf {index} of {leaves}")
+    rank = stage["position"] % facts["layout"]["pipeline_size"] if stage else 0
     for number, bucket in enumerate(facts["layout"]["buckets"]):
-        _check_bucket(bucket, f"layout.buckets[{number}]", facts["params"])
+        is_own = rank in bucket.get("positions", (rank,))  # or of other ranks' pipeline stages
+        params = facts["params"] if is_own else None
+        _check_bucket(bucket, f"layout.buckets[{number}]", params)
     return facts  # type: ignore[no-any-return]
 
 
@@ -130,13 +169,16 @@ def checksum_of(facts: dict[str, Any]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()[:16]
 
 
-def _check_bucket(bucket: dict[str, Any], where: str, params: dict[str, Any]) -> None:
-    """Raise unless a bucket's parameters are known and follow one another inside the bucket."""
+def _check_bucket(bucket: dict[str, Any], where: str, params: dict[str, Any] | None) -> None:
+    """Raise unless a bucket's parameters are known and lie in it one behind another.
+
+    params: those of the program, None where it has none of the bucket's.
+    """
     end = 0
     for name, shape, offset, tile in bucket["params"]:
         if offset < end or (end := offset + math.prod(shape)) > bucket["numel"]:
             raise schema.FormError(f"{where}: {name} at {offset} does not fit into the bucket")
-        if (name if tile is None else tile[0]) not in params:
+        if params is not None and (name if tile is None else tile[0]) not in params:
             raise schema.FormError(f"{where}: {name} is none of the parameters")
 
 
@@ -174,7 +216,47 @@ def program_facts(program: Planned) -> dict[str, Any]:
         "sizes": size_facts(program.sizes),
         "signature": program.signature,
         "reference": _reference(program.reference),
+        "stage": _stage(program.stage),
     }
+
+
+def _stage(stage: Stage) -> dict[str, Any] | None:
+    """Return which part of a pipeline a program is, with all that crosses between stages."""
+    if stage.size == 1:
+        return None
+    return {
+        "position": stage.position,
+        "size": stage.size,
+        "wires": list(map(_wire, stage.wires)),
+        "results": list(map(_wire, stage.results)),
+        "trained": list(stage.trained),
+        "num_leaves": stage.num_leaves,
+        "num_outputs": stage.num_outputs,
+    }
+
+
+def _wire(wire: Wire) -> dict[str, Any]:
+    val = wire.value
+    spec = [_dtype(val.dtype), list(val.shape), list(val.stride()), val.device.type]
+    return {
+        "name": wire.name, "source": wire.source, "target": wire.target, "graph": wire.graph,
+        "output": wire.output, "leaf": wire.leaf, "spec": spec, "digest": wire.digest,
+    }  # fmt: skip
+
+
+def read_stage(said: dict[str, Any] | None) -> Stage:
+    """Return what `_stage` wrote; make it under a fake mode, for the values that cross."""
+    if said is None:
+        return Stage()
+
+    def wire(row: dict[str, Any]) -> Wire:
+        dtype, shape, strides, device = row["spec"]
+        made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
+        fields = {k: v for k, v in row.items() if k != "spec"}
+        return Wire(value=made, lies=(R, tuple(shape)), **fields)
+
+    lists = {k: tuple(map(wire, said[k])) for k in ("wires", "results")}
+    return Stage(**{**said, **lists, "trained": tuple(said["trained"])})
 
 
 def _hardware(hardware: Hardware) -> dict[str, Any]:
@@ -277,6 +359,7 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
                 "home": b.home.value,
                 "source": b.source.value,
                 "params": [[p.name, list(p.shape), p.offset, _tile(p.tile)] for p in b.params],
+                "positions": list(b.positions),
             }
             for b in layout.buckets
         ],

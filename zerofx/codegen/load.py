@@ -23,9 +23,12 @@ from zerofx.codegen.facts import (
     read_hardware,
     read_reference,
     read_sizes,
+    read_stage,
 )
 from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_record import Recorder
+from zerofx.codegen.moves import NAME as MOVES
+from zerofx.codegen.moves import read_moves
 from zerofx.compat.graphs import pytree
 from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError, ZerofxError
@@ -266,7 +269,10 @@ class Reading:
         if self.symbols is not None:
             self.written = Written(self.symbols, self.sizes.hints)
         self.mode = self.symbols.mode() if self.symbols is not None else new_fake_mode()
-        self.layout: Layout = layout_from_facts(self.facts["layout"])
+        with self.mode:
+            self.stage = read_stage(self.facts.get("stage"))
+        layout: Layout = layout_from_facts(self.facts["layout"])
+        self.layout = replace(layout, position=self.stage.position % layout.pipeline_size)
         self.params: dict[str, ParamInfo] = read_params(self.facts)
         rows = self.facts["placeholders"][FORWARD]
         self.device: str = rows[0][4][3] if rows else "cpu"
@@ -280,7 +286,8 @@ class Reading:
     def forward(self, function: Callable[..., Any]) -> fx.GraphModule:
         with self._recording(FORWARD) as (recorder, calls, given):
             leaves = given[Role.INPUT]
-            inputs = [leaves.get(i) for i in range(self.facts["calling"]["in_leaves"])]
+            count = self.facts["calling"]["in_leaves"] + len(self.stage.taken(FORWARD))
+            inputs = [leaves.get(i) for i in range(count)]
             for symbol in self.sizes.symbols:
                 if symbol.dims[0].dim == NUMBER and self.symbols is not None:
                     inputs[symbol.dims[0].leaf] = self.symbols.sizes[symbol.name]
@@ -327,6 +334,8 @@ class Reading:
         kinds = (Role.INPUT, Role.BUFFER, Role.TANGENT, Role.SAVED)
         given: dict[Role, dict] = {role: {} for role in kinds}
         left = dict(enumerate(self.saved))
+        received = Role.INPUT if name == FORWARD else Role.TANGENT
+        made_there = {wire.leaf: wire.digest for wire in self.stage.taken(name)}
         for text, label, index, unit, spec in self.facts["placeholders"][name]:
             role = Role(text)
             fields = {"name": label, "index": index, "unit": unit}
@@ -335,6 +344,8 @@ class Reading:
                     continue
                 _, val, node = left.pop(index)
                 spec, fields = _spec(val), fields | _origin(node)
+            if role is received and index in made_there:
+                fields["digest"] = made_there[index]
             made = recorder.placeholder(role, self._fake(recorder, spec), **fields)
             if role is Role.SHARD:
                 recorder.shards.add(index, made)
@@ -529,8 +540,12 @@ def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
         signature=facts["signature"],
         directory=emitted.directory,
         sizes=sizes,
+        stage=reading.stage,
     )
     _verify(program, emitted)
+    if MOVES in facts["files"]:
+        path = emitted.directory / MOVES
+        read_moves(program, read_text(path, MOST_BYTES), path)
     return program
 
 

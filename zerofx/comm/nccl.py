@@ -69,12 +69,21 @@ class NcclAxis(Axis):
 
     def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
         self._lane.count("send", buf.nbytes)
-        handle = dist.isend(buf, group=self._gathers, group_dst=to)
+        handle = dist.isend(buf, group=self._towards(to), group_dst=to)
         return GroupWork(self._lane, label, [handle])
 
     def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
-        handle = dist.irecv(buf, group=self._gathers, group_src=source)
+        group = self._reduces if source > self.rank else self._gathers
+        handle = dist.irecv(buf, group=group, group_src=source)
         return GroupWork(self._lane, label, [handle])
+
+    def _towards(self, rank: int) -> dist.ProcessGroup:
+        """Return the group that what goes up the axis takes, or down: each way has its own stream.
+
+        NCCL runs all transfers of two ranks in one group one after the other, and a receive that
+        stands before a send would wait for what the other rank has queued behind its own.
+        """
+        return self._gathers if rank > self.rank else self._reduces
 
 
 def _scale(buf: Tensor, scale: float) -> None:

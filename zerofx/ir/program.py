@@ -23,6 +23,7 @@ from zerofx.layout.buckets import Layout, Mesh
 from zerofx.layout.placements import Part, R
 from zerofx.layout.tiles import Tile
 from zerofx.plan.plan import Plan
+from zerofx.policy.schedules import Hop
 
 if TYPE_CHECKING:  # only for the types of reports: see the methods that import them
     from zerofx.tools.reports import Recorded
@@ -233,12 +234,13 @@ class Wire:
 
 @dataclass(frozen=True)
 class Stage:
-    """The program's part of a pipeline: the pipeline stage at `position`, of `size`.
+    """Which part of a pipeline a program is: the pipeline stage at `position`, of `size` in all.
 
-    wires: all wires of the pipeline, in the order in which each stage sends and receives them.
-    results: the user's outputs, each with the stage that computes it. trained: the parameters for
-        which any stage has gradients. num_leaves, num_outputs: the counts of the user's call; wires
-        are numbered after those.
+    wires: all of the pipeline, in the order in which each stage sends and takes them.
+    results: the user's outputs, each with the stage that makes it. trained: the parameters that any
+    stage has gradients for. num_leaves, num_outputs: how many the user's call has; those of wires
+    are numbered from there. saved_bytes: what each stage of the same rank saves of a micro-batch,
+    in order; none until all are known.
     """
 
     position: int = 0
@@ -248,6 +250,12 @@ class Stage:
     trained: tuple[str, ...] = ()
     num_leaves: int = 0
     num_outputs: int = 0
+    saved_bytes: tuple[int, ...] = ()
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """All that crosses, as schedules know it, in the order in which it is sent."""
+        return tuple(Hop(w.graph, w.source, w.target, w.name) for w in self.wires)
 
     def taken(self, graph: str) -> tuple[Wire, ...]:
         """Return the wires that this stage's graph receives."""

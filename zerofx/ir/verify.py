@@ -311,14 +311,58 @@ def _sent(program: Planned) -> list[tuple[OutputInfo, Output]]:
 
 
 def _check_schedule(programs: Sequence[Planned]) -> None:
-    size, parallel = len(programs), programs[0].plan.parallel
+    parallel = programs[0].plan.parallel
+    size = parallel.pipeline
     num = schedules.expected_micro_batches(parallel.micro_batches, size)
-    orders = [schedules.actions(parallel.schedule, size, p, num) for p in range(size)]
-    links = {schedules.Hop(w.graph, w.source, w.target) for w in programs[0].stage.wires}
-    held = schedules.stuck(orders, sorted(links, key=repr))
-    if held:
-        where = ", ".join(f"stage {p} at {action}" for p, action in enumerate(held))
-        raise ProgramError(f"the schedule {parallel.schedule} deadlocks: {where}")
+    orders = schedules.orders(parallel.schedule, size, num, parallel.interleave)
+    check_moves(programs[0], schedules.moves(orders, programs[0].stage.hops), num)
+
+
+def check_moves(
+    program: Planned, done: Sequence[Sequence[schedules.Move]], num: int, puts_off: bool = True
+) -> None:
+    """Check what the ranks of a pipeline do in a training step.
+
+    Each runs each half of its stages once on each micro-batch, a backward after its forward; sends
+    what it makes once; has begun to receive what it reads; and reduces gradients once, with the
+    last of them. What a rank sends another is what that receives, in order; and all come to an end.
+    No more micro-batches are under way in a stage than its memory is counted for.
+
+    done: of each rank of the pipeline, in order. num: micro-batches.
+
+    Raises:
+        ProgramError: names the rank and what it does wrong.
+    """
+    parallel, hops = program.plan.parallel, program.stage.hops
+    size = parallel.pipeline
+    for rank, moves in enumerate(done):
+        fault = schedules.fault_of(rank, size, moves, hops, parallel.stages_of(rank), num, puts_off)
+        fault = fault or _overrun(program, rank, moves, num)
+        if fault:
+            raise ProgramError(f"rank {rank} of the pipeline: {fault}")
+    if fault := schedules.mismatch(done):
+        raise ProgramError(fault)
+    if held := schedules.stuck(done):
+        where = ", ".join(f"rank {p} at {move}" for p, move in enumerate(held))
+        raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}")
+
+
+def _overrun(program: Planned, rank: int, moves: Sequence[schedules.Move], num: int) -> str:
+    """Return in which stage more micro-batches are under way than its memory is counted for."""
+    parallel = program.plan.parallel
+    size = parallel.pipeline
+    order = schedules.actions(parallel.schedule, size, rank, num, parallel.interleave)
+    for turn, stage in enumerate(parallel.stages_of(rank)):
+        most, now = schedules.most_under_way(order, turn), 0
+        for move in moves:
+            if move.stage == stage and move.hop is None:
+                now += 1 if move.verb == FORWARD else -1
+                if now > most:
+                    return (
+                        f"{move}: {now} micro-batches would be under way there, and memory is "
+                        f"counted for {most}"
+                    )
+    return ""
 
 
 def _call(call: tuple[str, str, tuple[object, ...]] | None) -> str:

@@ -52,9 +52,13 @@ def _aligned(numel: int, itemsize: int) -> int:
 
 
 def make_bucket(
-    index: int, params: Iterable[UnitParam], shard_size: int, persistent: bool = False
-) -> Bucket:
-    """Place `params` (of equal formats) in one flat buffer, padded to shard_size equal slices."""
+    index: int, params: Iterable[UnitParam], shard_size: int, persistent: bool = False,
+    pipeline_size: int = 1,
+) -> Bucket:  # fmt: skip
+    """Lay `params` (of equal formats) out in one flat buffer, padded to shard_size equal slices.
+
+    pipeline_size: ranks along the pipeline axis, which have the pipeline's stages in turn.
+    """
     slices, units, offset = [], dict[str, None](), 0
     members = list(params)
     formats = members[0].formats
@@ -79,7 +83,7 @@ def make_bucket(
         numel=per_rank * shard_size,
         persistent=persistent,
         trainable=any(p.requires_grad for p in members),
-        positions=members[0].positions,
+        positions=tuple(sorted({stage % pipeline_size for stage in members[0].positions})),
     )
 
 
@@ -99,7 +103,7 @@ def unit_layout(
             key = (p.unit, p.formats, p.requires_grad, False, p.positions)
         groups.setdefault(key, []).append(p)
     buckets = [
-        make_bucket(i, members, shard_size, persistent=key[3])
+        make_bucket(i, members, shard_size, key[3], pipeline_size)
         for i, (key, members) in enumerate(groups.items())
     ]
     mesh = Mesh.of(
@@ -128,7 +132,7 @@ def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) 
             and last[0].tile is None
             and last[0].formats == (b.dtype, b.compute_dtype, b.reduce_dtype)
             and any(p.requires_grad for p in last) == b.trainable
-            and last[0].positions == b.positions
+            and last[0].positions == members[0].positions
             and size[-1] + b.full_bytes <= bucket_bytes
         )
         if fits:
@@ -139,7 +143,7 @@ def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) 
             merged.append((members, b.persistent))
             size.append(b.full_bytes)
     buckets = [
-        make_bucket(i, members, layout.shard_size, persistent)
+        make_bucket(i, members, layout.shard_size, persistent, layout.pipeline_size)
         for i, (members, persistent) in enumerate(merged)
     ]
     return Layout(tuple(buckets), layout.mesh)

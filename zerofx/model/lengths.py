@@ -20,10 +20,11 @@ from zerofx.capture.signature import Signature
 from zerofx.ir.sizes import NUMBER, Dim, Sizes, Symbol
 from zerofx.plan.fields import nearest
 
-Key = tuple[Signature, tuple[tuple[int, ...], ...]]  # the call, the handles of its hooks
-# A place is one of: the index of a tensor among the arguments' tensor leaves, with one of its
-# dimensions; STRIDE and these two, for a stride of a tensor that is not contiguous; or the index of
-# an int or float among the arguments' leaves, with NUMBER.
+# The call, the handles of the hooks, and which of the rank's pipeline stages it is for, from 0.
+Key = tuple[Signature, tuple[tuple[int, ...], ...], int]
+# The number of a tensor among those of the arguments' leaves, and a dimension of it; or STRIDE and
+# that, for the stride of a dimension of a tensor that is not contiguous; or that of an int or float
+# among those, and NUMBER.
 Place = tuple[int, int]
 STRIDE = 1000
 CALLS = 64  # calls per family that are inspected to tell which sizes vary
@@ -243,7 +244,7 @@ def _mapped(key: Key, of_tensor: Change, of_number: Change) -> Key:
 
     signature = key[0]
     args, kwargs = walk(signature.args), walk(signature.kwargs)
-    return signature._replace(args=args, kwargs=kwargs), key[1]
+    return signature._replace(args=args, kwargs=kwargs), *key[1:]
 
 
 def _place(dim: Dim, call: Call) -> Place:

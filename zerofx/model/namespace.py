@@ -187,7 +187,14 @@ def micro_batches(
     leaves, spec = flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     batch = len(tensors[0]) if tensors else 0
-    num = num_micro_batches(parallel.micro_batches, batch, parallel.pipeline)
+    num = num_micro_batches(parallel.micro_batches, batch, parallel.pipeline, parallel.interleave)
+    if not num and parallel.micro_batches == "auto" and batch:
+        raise PlanError(
+            f"Plan.parallel.schedule = 'interleaved' takes a multiple of pipeline = "
+            f"{parallel.pipeline} micro-batches, and none divides the batch of {batch} samples "
+            "(dimension 0 of the first tensor among the arguments). Give a batch that is such a "
+            "multiple"
+        )
     if not num:
         raise PlanError(
             f"Plan.parallel.micro_batches = {parallel.micro_batches!r} does not divide the batch "
@@ -332,7 +339,7 @@ class Namespace:
             return islands.run(self, island, args, kwargs)
         try:
             taken = with_ignored(kwargs, self._ignored_of(entry))
-            key = signature_key(self.table.state(entry), args, taken), self._handles(entry)
+            key = signature_key(self.table.state(entry), args, taken), self._handles(entry), 0
             program = self.table.find(key, args, taken)
         except Exception as error:
             shorten(error)
@@ -369,15 +376,20 @@ class Namespace:
         pieces = [(args, kwargs)]
         if torch.is_grad_enabled():
             pieces = micro_batches(args, kwargs, self.plan.parallel)
-        key = signature_key(self.table.state(entry), *pieces[0]), self._handles(entry)
+        state, turns = self.table.state(entry), range(self.plan.parallel.interleave)
         try:
-            program = self.table.find(key, *pieces[0])
+            stages = [
+                self.table.find(
+                    (signature_key(state, *pieces[0]), self._handles(entry), turn), *pieces[0]
+                )
+                for turn in turns
+            ]
         except Exception as error:
             shorten(error)
             if isinstance(error, CaptureError) and len(pieces) > 1:
                 raise CaptureError(f"{error}\n{_what_is_cut(args, kwargs, len(pieces))}") from error
-            raise error  # not a bare raise: Python 3.10 would use an earlier traceback
-        return program.run(pieces)
+            raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+        return stages[0].run(pieces, stages)
 
     def _ignored_of(self, entry: Entry) -> tuple[IgnoredPlace, ...]:
         """Return the parameters that the programs of an entry take as inputs."""
@@ -502,7 +514,7 @@ class Namespace:
             )
         gradients, before = self.engine.gradients, self.engine.gradients.no_sync
         gradients.no_sync = self.plan.parallel.pipeline == 1 and reduction.is_put_off(
-            self.engine.layout, self.plan.stage
+            self.engine.layout, self.plan
         )
         try:
             yield

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zerofx.analysis.memory.standing import with_saved_bytes
 from zerofx.capture import call as trees
 from zerofx.capture import capture
 from zerofx.capture.effects import Change
@@ -24,6 +25,7 @@ from zerofx.capture.model_state import ModelState
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.signature import describe_difference, describe_sizes
 from zerofx.codegen.load import check_fits, load
+from zerofx.codegen.moves import Steps
 from zerofx.compat.modules import own_buffers
 from zerofx.compat.tensors import version_of
 from zerofx.compat.tracing import without_dispatch_modes
@@ -90,20 +92,35 @@ class Bound:
         self._model = model
         self.last_use = -1
         calling = program.calling
-        self._pipeline = None
+        self._pipeline: PipelineRun | None = None
+        self._others: list[Bound] = []
         self._leaves = executable.contract.outputs
         if program.stage.size > 1:
-            self._pipeline = PipelineRun(executable, own_stage(program))
-            self._leaves = self._pipeline.outputs
+            self._leaves = tuple(wire.leaf for wire in program.stage.results)
         self._num_outputs = calling.out_spec.num_leaves
         self._is_single = calling.out_spec.is_leaf() and self._leaves == (0,)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._result(self.executable(_leaves(args, kwargs)))
 
-    def run(self, micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> Any:
-        """Run a call of a pipeline, given the arguments of each of its micro-batches."""
-        assert self._pipeline is not None, "the program is no part of a pipeline"
+    def run(
+        self,
+        micro_batches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]],
+        stages: Sequence[Bound],
+    ) -> Any:
+        """Run a call of a pipeline, given the arguments of each of its micro-batches.
+
+        stages: all of this rank's, in order, of which this is the first.
+        """
+        if self._pipeline is None or self._others != [*stages[1:]]:
+            programs = [stage.program for stage in stages]
+            with_saved_bytes(programs)
+            self._others = [*stages[1:]]
+            self._pipeline = PipelineRun(
+                [stage.executable for stage in stages],
+                [own_stage(program) for program in programs],
+                Steps(self.program),
+            )
         return self._result(self._pipeline([_leaves(*each) for each in micro_batches]))
 
     def _result(self, outs: list[Tensor]) -> Any:
@@ -142,14 +159,13 @@ def own_stage(program: Planned) -> OwnStage:
     return OwnStage(
         position=stage.position,
         schedule=parallel.schedule,
-        size=stage.size,
         taken={graph: tuple(map(crossing, stage.taken(graph))) for graph in graphs},
         sent={graph: tuple(map(crossing, stage.sent(graph))) for graph in graphs},
         results=tuple(map(crossing, stage.results)),
         trained=stage.trained,
         shared={n: held[n] for n in stage.trained if len(held[n]) > 1},
         loss=program.calling.loss,
-        puts_off=reduction.is_put_off(program.layout, program.plan.stage),
+        puts_off=reduction.is_put_off(program.layout, program.plan),
         digest=f"{wires} {describe_layout(program.layout, program.plan)}",
     )
 
@@ -398,7 +414,9 @@ class ProgramTable:
             recorder = CudaRecorder(engine.world.device)
         self._room = Room(engine, recorder) if recorder is not None else None
         self._watches = can_accumulate(setting.plan)
-        self._constants: dict[Key, Constants] = {}  # for programs that read some
+        self._constants: dict[Key, Constants] = {}  # of programs that read some
+        # What a rank's next pipeline stage is cut from: of which call, and its key once captured.
+        self._of_stages: tuple[tuple[Any, ...], Captured, Key] | None = None
         declared = setting.plan.dynamic if isinstance(setting.plan.dynamic, Patterns) else {}
         self._lengths: Lengths | None = None
         if lets_sizes_vary(setting.plan) and self._room is None:
@@ -512,7 +530,9 @@ class ProgramTable:
                 return self._bind(key)
         others = [b.slots for k, b in self.bound.items() if k != key]
         setting = replace(setting or self._setting, pool=joined(others))
-        captured, key = self._capture(args, kwargs, setting, own or key)
+        first, size = self._setting.position, setting.plan.parallel.pipeline
+        setting = replace(setting, position=first + key[2] * size)
+        captured, key = self._capture_once(args, kwargs, setting, own or key)
         try:
             made = self._planned(captured, setting)
         except Exception as error:
@@ -568,7 +588,7 @@ class ProgramTable:
         Warn once about what varies from call to call.
         """
         entry, limit = key[0].entry, self._setting.plan.max_programs
-        bound = {k: b for k, b in self.bound.items() if k[0].entry == entry}
+        bound = {k: b for k, b in self.bound.items() if (k[0].entry, k[2]) == (entry, key[2])}
         if len(bound) < limit:
             return
         if not self._has_warned:
@@ -619,6 +639,19 @@ class ProgramTable:
             self._give_up(key)
         self.known.pop(key, None)
 
+    def _capture_once(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, key: Key
+    ) -> tuple[Captured, Key]:
+        """Capture a call, once for all pipeline stages that this rank has of it."""
+        last = setting.plan.parallel.interleave - 1
+        if key[2] and self._of_stages is not None and self._of_stages[0] == key[:2]:
+            _, captured, (signature, handles, _) = self._of_stages
+            found = captured, (signature, handles, key[2])
+        else:
+            found = self._capture(args, kwargs, setting, key)
+        self._of_stages = (key[:2], *found) if key[2] < last else None
+        return found
+
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, key: Key
     ) -> tuple[Captured, Key]:
@@ -663,7 +696,8 @@ class ProgramTable:
                 name, ", ".join(leaked),
             )  # fmt: skip
         *_, attributes = state.read()
-        key = key[0]._replace(attributes=attributes), self.handles(entry) if left else key[1]
+        handles = self.handles(entry) if left else key[1]
+        key = key[0]._replace(attributes=attributes), handles, key[2]
         if constants := Constants(read, [*map(own_buffers, self._model.modules())]):
             self._constants[key] = constants
         if self._engine.world.size > 1:
@@ -758,8 +792,8 @@ class ProgramTable:
         program, directory = self.known.pop(key)
         if program.directory is None and not (directory / "schedule.py").exists():  # it was pruned
             directory = write_to_cache(program)
-        self.known[key] = program, directory  # as the latest
-        alike = [k for k in self.known if k[0].entry == key[0].entry]
+        self.known[key] = program, directory  # the latest
+        alike = [k for k in self.known if (k[0].entry, k[2]) == (key[0].entry, key[2])]
         spare = [k for k in alike if k not in self.bound and k != key]
         for old in spare[: max(0, len(alike) - KEPT * self._setting.plan.max_programs)]:
             del self.known[old]

@@ -35,7 +35,7 @@ class AssignBuckets(Pass):
         params = unit_params(program.params.values(), self.plan.precision)
         layout = self.layout or plan_layout(
             params, self.plan, self.world_size, self.persist_below, self.bucket_bytes,
-            program.stage.position,
+            program.stage.position % self.plan.parallel.pipeline,
         )  # fmt: skip
         program.layout = layout
         program.world_size = self.world_size

@@ -6,6 +6,8 @@ stage that reads them. A gradient is computed in the stage of its forward value 
 it reads is there or was received. For a transformer, one activation and one gradient cross each
 boundary.
 
+With an interleaved schedule a rank has several stages, and a program for each of them.
+
 A stage's program is an ordinary one: the values that it receives are inputs (in backward: gradients
 of outputs), and the values that it sends are outputs (in backward: gradients of inputs).
 """
@@ -78,14 +80,15 @@ def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str,
     for _, (unit, numel) in sorted(names.items()):
         weights[unit] = weights.get(unit, 0.0) + numel
     units = list(weights)
-    if len(units) < parallel.pipeline:
+    if len(units) < parallel.num_stages:
+        times = f" x interleave = {parallel.interleave}" if parallel.interleave > 1 else ""
         raise PlanError(
-            f"Plan.parallel.pipeline = {parallel.pipeline} stages, and the model has "
+            f"Plan.parallel.pipeline = {parallel.pipeline}{times} stages, and the model has "
             f"{len(units)} units ({', '.join(units) or 'no parameters'}): a stage has one at "
             "least. Use fewer stages, or name smaller ones in Plan(units=[...])"
         )
     if parallel.cuts == "auto":
-        starts = balanced([*weights.values()], parallel.pipeline)
+        starts = balanced([*weights.values()], parallel.num_stages)
     else:
         starts = [0, *(_start(name, units) for name in parallel.cuts)]
         if sorted(set(starts)) != starts:
@@ -139,7 +142,7 @@ def with_positions(params: Iterable[ParamInfo], parallel: Parallel) -> list[Para
     if parallel.pipeline == 1:
         return given
     at = unit_positions(given, parallel)
-    every = tuple(range(parallel.pipeline))
+    every = tuple(range(parallel.num_stages))
     return [
         replace(p, positions=tuple(sorted({at[u.unit] for u in p.uses})))
         if all(u.unit for u in p.uses)
@@ -176,14 +179,14 @@ class CutStages(Pass):
             asked, size = self.parallel.micro_batches, self.parallel.pipeline
             num = program.loop.accumulation * expected_micro_batches(asked, size)
             program.loop = Loop(num, no_sync=True)
-        cutting = Cutting(program, name, at, self.parallel.pipeline)
+        cutting = Cutting(program, name, at, self.parallel)
         cutting.keep(self.position)
         sent = [w for w in program.stage.wires if w.source == self.position]
         taken = [w for w in program.stage.wires if w.target == self.position]
-        own = len(program.params)
+        own = sum(self.position in p.positions for p in program.params.values())
         return Report(
             True,
-            f"stage {self.position} of {self.parallel.pipeline} has {own} of {len(params)} "
+            f"stage {self.position} of {self.parallel.num_stages} has {own} of {len(params)} "
             f"parameters, sends {len(sent)} values and receives {len(taken)}",
         )
 
@@ -245,7 +248,7 @@ class Cutting:
     program: Planned
     name: str
     units: dict[str, int]
-    size: int
+    parallel: Parallel
     stage: dict[fx.Node, int] = field(default_factory=dict)
     anywhere: set[fx.Node] = field(default_factory=set)
     again: set[fx.Node] = field(default_factory=set)
@@ -253,6 +256,7 @@ class Cutting:
 
     def __post_init__(self) -> None:
         program, name = self.program, self.name
+        self.size = self.parallel.num_stages
         self.graph = program.graph(name)
         if name == JOINT:
             self.forward = set(halve(program).parts.forward)
@@ -481,8 +485,12 @@ class Cutting:
         program.stage = Stage(
             position, self.size, tuple(wires), owners, trained, *self._counts(program)
         )
-        program.params = {n: p for n, p in program.params.items() if position in p.positions}
+        rank = position % self.parallel.pipeline  # it holds what its other stages read as well
+        program.params = {
+            n: p for n, p in program.params.items() if rank in self.parallel.holders(p.positions)
+        }
         self._take_reference(wires, position)
+        program.signature = f"{program.signature}:{position}"  # no other stage stands for it
 
     @staticmethod
     def _counts(program: Planned) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -267,9 +267,15 @@ class Parallel:
     pipeline: pipeline stages; each has some layers of the model and some of the ranks (pipeline
         parallelism). Ranks that differ only along this axis need the same samples.
     schedule: "1f1b" begins the backward of a micro-batch as early as possible, so that few are in
-        flight at a time; "gpipe" runs all forwards, then all backwards.
+        flight at a time; "gpipe" runs all forwards, then all backwards; "interleaved" is 1f1b with
+        several stages on each rank, which wait less for each other and send more.
+    interleave: with "interleaved", the pipeline stages on each rank: of 4 ranks the second has
+        stages 1, 5, 9, ... micro_batches must then be a multiple of pipeline.
     micro_batches: the number of pieces into which the batch of a training step is cut, along
         dimension 0 of its inputs. "auto": the largest divisor up to four per pipeline stage.
+    accumulate: "whole" sums the gradients of a stage's own parameters on each rank and reduces
+        them once, with those of the last micro-batch. "sharded" holds no whole gradients at stages
+        2 and 3, and reduces those of every micro-batch into the shards.
     cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
         that begin the second, third, ... stage.
 
@@ -284,8 +290,10 @@ class Parallel:
     attention: str = spec_field("heads", one_of("heads"))
     placements: str | Patterns = spec_field("auto", _placements)
     pipeline: int = spec_field(1, whole(1))
-    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe"))
+    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe", "interleaved"))
+    interleave: int = spec_field(1, whole(1))
     micro_batches: str | int = spec_field("auto", _micro_batches)
+    accumulate: str = spec_field("whole", one_of("whole", "sharded"))
     cuts: str | tuple[str, ...] = spec_field("auto", _cuts)
 
     def __post_init__(self) -> None:
@@ -296,11 +304,13 @@ class Parallel:
                 f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it "
                 f"applies to pipeline stages only. Set pipeline, or drop {name}"
             )
-        if self.cuts != "auto" and len(self.cuts) != self.pipeline - 1:
+        self._check_schedule()
+        if self.cuts != "auto" and len(self.cuts) != self.num_stages - 1:
+            times = f" x {self.interleave} interleaved" if self.interleave > 1 else ""
             raise PlanError(
                 f"Plan.parallel.cuts has {len(self.cuts)} modules, but pipeline is "
-                f"{self.pipeline}. Name the first module of every pipeline stage except the first: "
-                f"{self.pipeline - 1} in all"
+                f"{self.pipeline}{times}. Name the first module of every pipeline stage except the "
+                f"first: {self.num_stages - 1} in all"
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(
@@ -321,6 +331,27 @@ class Parallel:
             raise PlanError(
                 f"Plan.parallel.placements contradicts context = {self.context}: it is about "
                 "layers that are cut over the tensor axis; drop it"
+            )
+
+    def _check_schedule(self) -> None:
+        is_interleaved = self.schedule == "interleaved"
+        if is_interleaved != (self.interleave > 1):
+            raise PlanError(
+                f"Plan.parallel.interleave = {self.interleave} contradicts schedule = "
+                f"{self.schedule!r}: 'interleaved' has two stages or more on each rank, and the "
+                "others have one. Set both, or neither"
+            )
+        if is_interleaved and self.pipeline == 1:
+            raise PlanError(
+                "Plan.parallel.schedule = 'interleaved' contradicts pipeline = 1: one rank has all "
+                "stages. Set pipeline, or drop schedule and interleave"
+            )
+        num = 0 if self.micro_batches == "auto" else int(self.micro_batches)
+        if is_interleaved and num % self.pipeline:
+            raise PlanError(
+                f"Plan.parallel.micro_batches = {num} is no multiple of pipeline = "
+                f"{self.pipeline}, by which 'interleaved' goes through a rank's stages. Choose a "
+                "multiple, or schedule = '1f1b'"
             )
 
     @classmethod
@@ -353,6 +384,19 @@ class Parallel:
     def is_used(self) -> bool:
         """Whether ranks share layers or hold different layers."""
         return self.num_shared > 1
+
+    @property
+    def num_stages(self) -> int:
+        """How many pipeline stages there are, on all ranks together."""
+        return self.pipeline * self.interleave
+
+    def stages_of(self, position: int) -> tuple[int, ...]:
+        """Return the pipeline stages of the ranks at a position along the pipeline axis."""
+        return tuple(range(position, self.num_stages, self.pipeline))
+
+    def holders(self, stages: Iterable[int]) -> tuple[int, ...]:
+        """Return the positions of the ranks that have these pipeline stages."""
+        return tuple(sorted({stage % self.pipeline for stage in stages}))
 
     @property
     def num_shared(self) -> int:

@@ -93,8 +93,9 @@ class Plan:
     kernels: "inductor" (each structure is compiled once, before the first step), "aten" (regions
         run op by op), or "auto": the first steps run on ATen while other processes compile the
         regions, and one call, the same on all ranks, swaps in all of them together. Runs are
-        repeatable to the bit up to that call. On a GPU, under a memory_budget and with cuda_graph,
-        "auto" waits as "inductor" does. `model.zerofx.kernels` says which form runs.
+        repeatable to the bit up to that call. On a GPU, in pipelines, under a memory_budget and
+        with cuda_graph, "auto" waits as "inductor" does. `model.zerofx.kernels` says which form
+        runs.
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
     max_programs: how many programs are kept ready to run. A further one replaces the least
         recently used one, with one warning.

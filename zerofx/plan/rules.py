@@ -63,10 +63,12 @@ def lets_sizes_vary(plan: Plan) -> bool:
 def starts_on_aten(plan: Plan, device_type: str) -> bool:
     """Tell whether a program's first calls run on ATen, while its regions are compiled.
 
-    A budget is met with what compiled regions allocate, which is not known before; a CUDA graph
-    records the kernels that it replays; processes that compile for a GPU take memory of it.
+    A budget has to count what compiled regions allocate, which is not known before they exist; a
+    CUDA graph records the kernels that it replays; processes that compile for a GPU use its memory;
+    and the stages of a pipeline take turns by schedules that have no call for a swap.
     """
     is_known_first = plan.memory_budget is not None or plan.cuda_graph or plan.debug
+    is_known_first |= plan.parallel.pipeline > 1
     return plan.kernels == "auto" and device_type == "cpu" and not is_known_first
 
 

@@ -14,6 +14,7 @@ import torch
 
 from zerofx.layout.buckets import Bucket, Layout, Mesh
 from zerofx.layout.tiers import Tier
+from zerofx.plan.plan import Plan
 from zerofx.policy import exchange
 
 # -- mesh axes -----------------------------------------------------------------------------------
@@ -81,14 +82,17 @@ def rows_are_less(layout: Layout, bucket: Bucket, rows: int) -> bool:
 
 
 # -- no_sync ------------------------------------------------------------------------------------
-def is_put_off(layout: Layout, stage: int) -> bool:
-    """Return whether no_sync defers reductions.
+def is_put_off(layout: Layout, plan: Plan) -> bool:
+    """Return whether no_sync, and a pipeline before its last micro-batch, defer reductions.
 
     At stages 2 and 3, and with an offloaded optimizer, full gradients are never held, so every
-    backward reduces. A single rank has nothing to defer.
+    backward reduces. A pipeline stage, however, sums those of its own parameters, unless the plan
+    says otherwise. A single rank has nothing to defer.
     """
     has_several = layout.mesh.num_reducing > 1
-    return stage <= 1 and has_several and not any(b.is_away for b in layout.buckets)
+    parallel = plan.parallel
+    may_hold = plan.stage <= 1 or (parallel.pipeline > 1 and parallel.accumulate == "whole")
+    return may_hold and has_several and not any(b.is_away for b in layout.buckets)
 
 
 def sums_lie_apart(layout: Layout) -> bool:

@@ -1,59 +1,126 @@
-"""Schedules of a pipeline: the order of the forwards and backwards of a batch in each stage.
+"""Schedules of a pipeline: in which order each rank runs the forwards and backwards of a batch.
 
-A batch is cut into micro-batches. A stage runs a forward when its activations have arrived, and a
-backward when its gradients have. Between the two, a micro-batch is in flight at that stage.
+A batch is cut into micro-batches. A stage runs a forward when its activations have come, and a
+backward when its gradients have; what has run forward and not yet backward is under way there. With
+`interleave` a rank has several stages: of P ranks the one at position p has stages p, P + p, ...
 
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM", for 1F1B.
+Training on GPU Clusters Using Megatron-LM", for 1F1B and for the interleaved schedule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 FORWARD, BACKWARD = "forward", "backward"
-PER_STAGE = 4  # "auto" takes at most this many micro-batches per pipeline stage
+PER_STAGE = 4  # micro-batches that "auto" takes for each rank of a pipeline, at most
 
 
 @dataclass(frozen=True)
 class Action:
-    """The forward or the backward of a stage's program, run on one micro-batch."""
+    """One half of a stage's program, run on one micro-batch.
+
+    turn: which of its rank's stages, from 0; the pipeline's stage is turn * ranks + position.
+    """
 
     graph: str
     micro_batch: int
+    turn: int = 0
 
     def __str__(self) -> str:
-        return f"{self.graph[0].upper()}{self.micro_batch}"
+        which = f".{self.turn}" if self.turn else ""
+        return f"{self.graph[0].upper()}{self.micro_batch}{which}"
 
 
-def actions(schedule: str, size: int, position: int, micro_batches: int) -> tuple[Action, ...]:
-    """Return the actions that the stage at `position` of `size` runs in a step, in order."""
+def actions(
+    schedule: str, size: int, position: int, micro_batches: int, interleave: int = 1
+) -> tuple[Action, ...]:
+    """Return what the rank at `position` of `size` runs in a training step, in order."""
+    if schedule == "interleaved":
+        return _interleaved(size, position, micro_batches, interleave)
+    assert interleave == 1, f"{schedule} has one stage on each rank"
     forwards = [Action(FORWARD, i) for i in range(micro_batches)]
     backwards = [Action(BACKWARD, i) for i in range(micro_batches)]
     if schedule == "gpipe":
         return (*forwards, *backwards)
     assert schedule == "1f1b", schedule
-    ahead = min(micro_batches, size - position - 1)  # enough that the last stage is never idle
+    ahead = min(micro_batches, size - position - 1)  # so many that the last stage is never idle
+    return _one_by_one(forwards, backwards, ahead)
+
+
+def orders(
+    schedule: str, size: int, micro_batches: int, interleave: int = 1
+) -> list[tuple[Action, ...]]:
+    """Return what each rank runs."""
+    return [actions(schedule, size, rank, micro_batches, interleave) for rank in range(size)]
+
+
+def _one_by_one(
+    forwards: Sequence[Action], backwards: Sequence[Action], ahead: int
+) -> tuple[Action, ...]:
+    """Return `ahead` forwards, then a forward and a backward by turns, then what is left."""
     pairs = zip(forwards[ahead:], backwards, strict=False)
     steady = [action for pair in pairs for action in pair]
-    return (*forwards[:ahead], *steady, *backwards[micro_batches - ahead :])
+    return (*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :])
 
 
-def most_under_way(order: Sequence[Action]) -> int:
-    """Return the largest number of micro-batches that are in flight at the same time."""
+def _interleaved(
+    size: int, position: int, micro_batches: int, interleave: int
+) -> tuple[Action, ...]:
+    """Return Megatron-LM's order: `size` micro-batches through each of the rank's stages in turn.
+
+    The number of micro-batches is a multiple of `size`.
+    """
+    assert micro_batches % size == 0, f"{micro_batches} micro-batches over {size} ranks"
+    rounds = range(0, micro_batches, size)
+    turns = range(interleave)
+    forwards = [
+        Action(FORWARD, first + i, turn) for first in rounds for turn in turns for i in range(size)
+    ]
+    backwards = [
+        Action(BACKWARD, first + i, turn)
+        for first in rounds
+        for turn in reversed(turns)
+        for i in range(size)
+    ]
+    ahead = min(len(forwards), 2 * (size - position - 1) + (interleave - 1) * size)
+    return _one_by_one(forwards, backwards, ahead)
+
+
+def most_under_way(order: Sequence[Action], turn: int = 0) -> int:
+    """Return how many micro-batches are under way in one of a rank's stages at most."""
     now = most = 0
     for action in order:
-        now += 1 if action.graph == FORWARD else -1
-        most = max(most, now)
+        if action.turn == turn:
+            now += 1 if action.graph == FORWARD else -1
+            most = max(most, now)
     return most
 
 
-def num_micro_batches(asked: str | int, batch: int, size: int) -> int:
-    """Return the number of micro-batches of a batch; 0 if it is not divisible as asked."""
+def most_beside(order: Sequence[Action], turn: int, sizes: Sequence[int]) -> int:
+    """Return the most that is held for other micro-batches while one of a rank's stages runs.
+
+    sizes: of what each of the rank's stages saves of a micro-batch.
+    """
+    now = [0] * len(sizes)
+    most = 0
+    for action in order:
+        if action.graph == BACKWARD:
+            now[action.turn] -= 1
+        if action.turn == turn:
+            most = max(most, sum(n * size for n, size in zip(now, sizes, strict=True)))
+        if action.graph == FORWARD:
+            now[action.turn] += 1
+    return most
+
+
+def num_micro_batches(asked: str | int, batch: int, size: int, interleave: int = 1) -> int:
+    """Return into how many pieces a batch is cut; 0 if it cannot be cut into as many as asked."""
+    step = size if interleave > 1 else 1  # the interleaved order goes by `size` of them
     if asked == "auto":
-        fitting = [n for n in range(1, PER_STAGE * size + 1) if batch and batch % n == 0]
-        return max(fitting, default=0)
+        choices = range(step, PER_STAGE * size + 1, step)
+        return max((n for n in choices if batch and batch % n == 0), default=0)
     return int(asked) if batch and batch % int(asked) == 0 else 0
 
 
@@ -64,11 +131,15 @@ def expected_micro_batches(asked: str | int, size: int) -> int:
 
 @dataclass(frozen=True)
 class Hop:
-    """A value that one stage sends to another with each micro-batch, in forward or in backward."""
+    """A value that one stage sends another with each micro-batch: in forward, or in backward.
+
+    name: tells the values apart that go the same way.
+    """
 
     graph: str
     source: int
     target: int
+    name: str = ""
 
     @property
     def ahead(self) -> int:
@@ -79,38 +150,249 @@ class Hop:
         return 2 * abs(self.target - self.source)
 
 
-def stuck(orders: Sequence[Sequence[Action]], links: Sequence[Hop]) -> list[Action | None]:
-    """Simulate the orders of all stages; return where each is stuck, or nothing if all end.
+# -- What a rank does, move by move: this is what runs ---------------------------------------------
 
-    A stage waits for the inputs of an action. It sends a value only while fewer than `Hop.ahead`
-    transfers of that link wait for a receiver that has not begun to receive them. A stage begins to
-    receive for an action together with the action before it.
+
+@dataclass(frozen=True)
+class Move:
+    """One thing that a rank does in a training step.
+
+    verb: "forward" or "backward" runs that half of `stage` on a micro-batch, as soon as what it
+    reads has come; "receive" begins to receive a value for `stage`, "send" sends one of `stage`'s.
+    hop: which value. reduces: the backward sends the sums of the stage's gradients on their way.
     """
-    at = [0] * len(orders)
-    sent = dict.fromkeys(links, 0)  # micro-batches that the source has sent
 
-    def begun(link: Hop) -> int:
-        """Return the number of micro-batches that the target has begun to receive."""
-        reached = orders[link.target][: at[link.target] + 2]
-        return sum(action.graph == link.graph for action in reached)
+    verb: str
+    stage: int
+    micro_batch: int
+    hop: Hop | None = None
+    reduces: bool = False
 
-    def can_run(stage: int, action: Action) -> bool:
-        mine = [link for link in links if link.graph == action.graph]
-        has_come = all(sent[k] > action.micro_batch for k in mine if k.target == stage)
-        may_send = all(sent[k] - begun(k) < k.ahead for k in mine if k.source == stage)
-        return has_come and may_send
+    def __str__(self) -> str:
+        if self.hop is None:
+            return f"{self.verb} of micro-batch {self.micro_batch} in stage {self.stage}"
+        where = f"from stage {self.hop.source} to stage {self.hop.target}"
+        return f"{self.verb} of {self.hop.name} of micro-batch {self.micro_batch} {where}"
+
+
+def moves(
+    orders: Sequence[Sequence[Action]], hops: Sequence[Hop], puts_off: bool = True
+) -> list[tuple[Move, ...]]:
+    """Return what each rank does.
+
+    It begins to receive what an action reads together with the action before it. What one rank
+    sends another arrives in the order in which it is sent, whatever it is for: so receives begin in
+    that order too. Between stages of one rank nothing is sent.
+
+    orders: of each rank. puts_off: gradients are summed, and reduced by a stage's last backward.
+    """
+    size = len(orders)
+    sent = [list(_sends(order, hops, size, rank)) for rank, order in enumerate(orders)]
+    found = []
+    for rank, order in enumerate(orders):
+        coming = {
+            source: [m for m in sent[source] if m[0].target % size == rank]
+            for source in range(size)
+            if source != rank
+        }
+        found.append(tuple(_moves_of(rank, size, order, hops, coming, puts_off)))
+    return found
+
+
+def _sends(
+    order: Sequence[Action], hops: Sequence[Hop], size: int, rank: int
+) -> Iterator[tuple[Hop, int]]:
+    for action in order:
+        stage = action.turn * size + rank
+        for hop in hops:
+            if hop.graph == action.graph and hop.source == stage and hop.target % size != rank:
+                yield hop, action.micro_batch
+
+
+def _moves_of(
+    rank: int, size: int, order: Sequence[Action], hops: Sequence[Hop],
+    coming: dict[int, list[tuple[Hop, int]]], puts_off: bool,
+) -> Iterator[Move]:  # fmt: skip
+    begun = dict.fromkeys(coming, 0)
+    last = {a.turn: i for i, a in enumerate(order) if a.graph == BACKWARD}
+    for i, action in enumerate(order):
+        for each in order[i : i + 2]:
+            stage = each.turn * size + rank
+            for source, values in coming.items():
+                needed = [
+                    k + 1
+                    for k, (hop, micro_batch) in enumerate(values)
+                    if (hop.graph, hop.target, micro_batch) == (each.graph, stage, each.micro_batch)
+                ]
+                upto = max(needed, default=0)
+                for hop, micro_batch in values[begun[source] : upto]:
+                    yield Move("receive", hop.target, micro_batch, hop)
+                begun[source] = max(begun[source], upto)
+        stage = action.turn * size + rank
+        reduces = action.graph == BACKWARD and (not puts_off or last[action.turn] == i)
+        yield Move(action.graph, stage, action.micro_batch, reduces=reduces)
+        for hop in hops:
+            if hop.graph == action.graph and hop.source == stage and hop.target % size != rank:
+                yield Move("send", stage, action.micro_batch, hop)
+
+
+@dataclass
+class _Conduct:
+    """What one rank has done so far of a training step, and what is wrong with its next move.
+
+    puts_off: gradients are summed, and a stage's last backward reduces them. ran: (half, stage,
+    micro-batch). begun, sent: what is received and sent. reduced: stages whose gradients are.
+    """
+
+    rank: int
+    size: int
+    hops: Sequence[Hop]
+    puts_off: bool
+    ran: set[tuple[str, int, int]] = field(default_factory=set)
+    begun: set[tuple[Hop, int]] = field(default_factory=set)
+    sent: set[tuple[Hop, int]] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
+
+    def fault(self, move: Move) -> str:
+        """Return what is wrong with a move, an empty text if nothing is; it is made then."""
+        if move.hop is None:
+            return self._run(move)
+        book = self.begun if move.verb == "receive" else self.sent
+        if (move.hop, move.micro_batch) in book:
+            return "it comes twice"
+        made = move.hop.graph, move.stage, move.micro_batch
+        if move.verb == "send" and made not in self.ran:
+            return f"it comes before the {move.hop.graph} that makes it"
+        book.add((move.hop, move.micro_batch))
+        return ""
+
+    def _run(self, move: Move) -> str:
+        stage, number = move.stage, move.micro_batch
+        is_backward = move.verb == BACKWARD
+        if (move.verb, stage, number) in self.ran:
+            return "it runs twice"
+        if is_backward and (FORWARD, stage, number) not in self.ran:
+            return "its forward has not run"
+        if is_backward and self.puts_off and stage in self.reduced:
+            return f"the gradients of stage {stage} are reduced already"
+        if is_backward and not (self.puts_off or move.reduces):
+            return "gradients are not summed here, so that each backward reduces them"
+        for hop in self.hops:
+            if (hop.graph, hop.target) == (move.verb, stage) and not self._has(hop, number):
+                return (
+                    f"it reads {hop.name} from stage {hop.source}, which has not been begun to be "
+                    "received"
+                )
+        self.ran.add((move.verb, stage, number))
+        if move.reduces:
+            self.reduced.add(stage)
+        return ""
+
+    def _has(self, hop: Hop, micro_batch: int) -> bool:
+        if hop.source % self.size == self.rank:
+            return (hop.graph, hop.source, micro_batch) in self.ran
+        return (hop, micro_batch) in self.begun
+
+    def missing(self, stage: int, micro_batches: int) -> str:
+        """Return what a stage has not done at the end of the step."""
+        sends = [
+            hop for hop in self.hops if hop.source == stage and hop.target % self.size != self.rank
+        ]
+        for number in range(micro_batches):
+            for graph in (FORWARD, BACKWARD):
+                if (graph, stage, number) not in self.ran:
+                    return f"{Move(graph, stage, number)} is missing"
+            for hop in sends:
+                if (hop, number) not in self.sent:
+                    return f"{Move('send', stage, number, hop)} is missing"
+        return "" if stage in self.reduced else f"no backward of stage {stage} reduces gradients"
+
+
+def fault_of(
+    rank: int, size: int, done: Sequence[Move], hops: Sequence[Hop], stages: Sequence[int],
+    micro_batches: int, puts_off: bool = True,
+) -> str:  # fmt: skip
+    """Return what is wrong with one rank's moves by themselves, an empty text if nothing is."""
+    conduct = _Conduct(rank, size, hops, puts_off)
+    for move in done:
+        if move.stage not in stages:
+            return f"{move}: this rank has stages {', '.join(map(str, stages))}"
+        if move.micro_batch not in range(micro_batches):
+            return f"{move}: there are {micro_batches} micro-batches, counted from 0"
+        if fault := conduct.fault(move):
+            return f"{move}: {fault}"
+    left = (conduct.missing(stage, micro_batches) for stage in stages)
+    return next(filter(None, left), "")
+
+
+Travelling = dict[tuple[int, int], list[tuple[Hop, int]]]  # from rank to rank, in order
+
+
+def stuck(done: Sequence[Sequence[Move]]) -> list[Move | None]:
+    """Run the moves of all ranks on paper; return where each is stuck, nothing if all end.
+
+    What one rank sends another is taken in the order in which the other begins to receive. A rank
+    waits for what an action reads, and sends a value only while fewer than `Hop.ahead` of the same
+    kind wait for a receiver that has not begun to receive them.
+    """
+    size = len(done)
+    at = [0] * size
+    sent: Travelling = {}
+    begun: Travelling = {}
+    received = {m.hop for mine in done for m in mine if m.verb == "receive" and m.hop is not None}
+
+    def way_of(hop: Hop) -> tuple[int, int]:
+        return hop.source % size, hop.target % size
+
+    def has_come(hop: Hop, micro_batch: int) -> bool:
+        posted = begun.get(way_of(hop), [])
+        wanted = hop, micro_batch
+        return wanted in posted and posted.index(wanted) < len(sent.get(way_of(hop), []))
+
+    def can_run(move: Move) -> bool:
+        if move.hop is None:
+            reads = [h for h in received if (h.graph, h.target) == (move.verb, move.stage)]
+            return all(has_come(hop, move.micro_batch) for hop in reads)
+        if move.verb == "receive":
+            return True
+        way = way_of(move.hop)
+        early = sent.get(way, [])[len(begun.get(way, [])) :]
+        return sum(hop == move.hop for hop, _ in early) < move.hop.ahead
 
     moved = True
     while moved:
         moved = False
-        for stage, order in enumerate(orders):
-            while at[stage] < len(order) and can_run(stage, order[at[stage]]):
-                action = order[at[stage]]
-                for link in links:
-                    if link.graph == action.graph and link.source == stage:
-                        sent[link] += 1
-                at[stage] += 1
+        for rank, mine in enumerate(done):
+            while at[rank] < len(mine) and can_run(mine[at[rank]]):
+                move = mine[at[rank]]
+                if move.hop is not None:
+                    book = sent if move.verb == "send" else begun
+                    book.setdefault(way_of(move.hop), []).append((move.hop, move.micro_batch))
+                at[rank] += 1
                 moved = True
-    if all(i == len(order) for i, order in zip(at, orders, strict=True)):
+    if all(i == len(mine) for i, mine in zip(at, done, strict=True)):
         return []
-    return [order[i] if i < len(order) else None for i, order in zip(at, orders, strict=True)]
+    return [mine[i] if i < len(mine) else None for i, mine in zip(at, done, strict=True)]
+
+
+def mismatch(done: Sequence[Sequence[Move]]) -> str:
+    """Return which rank receives something else than the other sends, an empty text if none."""
+    size = len(done)
+    for source in range(size):
+        for target in range(size):
+            sends = [
+                m for m in done[source]
+                if m.verb == "send" and m.hop and m.hop.target % size == target
+            ]  # fmt: skip
+            takes = [
+                m for m in done[target]
+                if m.verb == "receive" and m.hop and m.hop.source % size == source
+            ]  # fmt: skip
+            for i in range(max(len(sends), len(takes))):
+                a, b = (each[i] if i < len(each) else None for each in (sends, takes))
+                if a is None or b is None or (a.hop, a.micro_batch) != (b.hop, b.micro_batch):
+                    return (
+                        f"rank {target} of the pipeline would {b or 'receive nothing'}, number "
+                        f"{i + 1} from rank {source}, which would {a or 'send nothing'}"
+                    )
+    return ""

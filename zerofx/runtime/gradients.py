@@ -104,10 +104,10 @@ class _Parameters(torch.autograd.Function):
 class Gradients:
     """Takes each bucket's gradients from packing to `p.grad`.
 
-    no_sync: sum on this rank only.
-    discards: this backward runs for inputs only, so no parameter gets a gradient.
-    asked: the parameters that get a gradient otherwise; the p.grad of all others is left alone.
-    lends: later reductions may reuse the memory.
+    no_sync: sum on this rank only. discards: this backward runs for inputs alone, so that no
+    parameter gets a gradient. leaves_sums: other backwards reduce what no_sync has summed, and this
+    one gives nothing for. asked: which get one otherwise; the p.grad of others stays as it is.
+    lends: memory is used again by later reductions.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class Gradients:
     ) -> None:
         self.no_sync = False
         self.discards = False
+        self.leaves_sums = False
         self.asked = EVERYTHING
         self._anchors: dict[tuple[str, ...], Anchor] = {}
         self.lends = True
@@ -385,7 +386,8 @@ class Gradients:
         self.updates.finish(is_whole)
         if not is_whole:
             return
-        self._reduce_left()
+        if not self.leaves_sums:
+            self._reduce_left()
         if self.scaler is not None:
             self._look_for_overflow(self.scaler)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from zerofx.comm.collectives import Axis, Work
 from zerofx.compat.autograd import will_run
 from zerofx.errors import GradientError
-from zerofx.policy.schedules import BACKWARD, FORWARD, Action, Hop, actions
+from zerofx.policy.schedules import BACKWARD, FORWARD, Hop
 from zerofx.runtime.step import Executable
 
 
@@ -39,17 +39,16 @@ class Parcel:
 
 @dataclass(frozen=True)
 class OwnStage:
-    """What a rank knows of the pipeline: its own stage, all that crosses, and who has the results.
+    """What a rank knows of a pipeline stage of its own, and of all that crosses between stages.
 
     taken, sent: what this stage's graphs receive and send. results: the user's outputs.
     trained: parameters that some stage has gradients for. shared: those among them that several
-    stages hold, with the positions of these. loss: the output that is differentiated. puts_off:
+    ranks hold, with the positions of these. loss: the output that is differentiated. puts_off:
     gradients are summed on each rank, and reduced with the last micro-batch's.
     """
 
     position: int
     schedule: str
-    size: int
     taken: Mapping[str, tuple[Parcel, ...]]
     sent: Mapping[str, tuple[Parcel, ...]]
     results: tuple[Parcel, ...]
@@ -60,19 +59,61 @@ class OwnStage:
     digest: str
 
 
-class PipelineRun:
-    """Runs the calls of one program of a pipeline on this rank."""
+@dataclass
+class _Step:
+    """A training step under way: what it runs on, and what stands between its moves."""
 
-    def __init__(self, executable: Executable, part: OwnStage) -> None:
-        self.executable, self.part = executable, part
-        self._engine = executable.engine
+    micro_batches: Sequence[list[Any]]
+    seeds: list[tuple[int, int]]
+    saved: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    made: dict[tuple[Parcel, int], Tensor] = field(default_factory=dict)
+    left: int = 0  # backwards that have not run
+
+    @property
+    def num(self) -> int:
+        return len(self.micro_batches)
+
+
+Moves = Callable[["PipelineRun"], None]
+
+
+class PipelineRun:
+    """Runs the calls of a pipeline, all stages together: this rank's stages, in order.
+
+    moves: returns what a rank does in a training step of so many micro-batches, as a function that
+    calls `receive`, `forward`, `send` and `backward` of what it is given. It is that of the emitted
+    `pipeline.py`.
+    """
+
+    def __init__(
+        self,
+        executables: Sequence[Executable],
+        parts: Sequence[OwnStage],
+        moves: Callable[[int], Moves],
+    ) -> None:
+        self.executable, self.part = executables[0], parts[0]
+        self._stages = {p.position: (e, p) for e, p in zip(executables, parts, strict=True)}
+        self._moves = moves
+        self._engine = self.executable.engine
         self._axis: Axis = self._engine.world.axis("pipeline")
-        self._leaves = {leaf: i for i, leaf in enumerate(executable.contract.outputs)}
+        self._leaves = {
+            p.position: {leaf: i for i, leaf in enumerate(e.contract.outputs)}
+            for e, p in self._stages.values()
+        }
         self._anchor = self._engine.gradients.anchor()
-        self._sending: dict[str, deque[tuple[Work, Tensor]]] = {}
-        self._receiving: dict[Action, list[tuple[Parcel, Tensor, Work]]] = {}
-        digest = hashlib.sha256(part.digest.encode()).hexdigest()[:12]
-        self._digest = f"pipeline={part.schedule}:{digest}"
+        self._parcels = {
+            (c.name, c.source, c.target): c
+            for p in parts
+            for each in (p.taken, p.sent)
+            for crossings in each.values()
+            for c in crossings
+        }
+        self._sending: dict[Parcel, deque[tuple[Work, Tensor]]] = {}
+        self._receiving: dict[tuple[Parcel, int], tuple[Tensor, Work]] = {}
+        self._step: _Step | None = None
+        digest = hashlib.sha256(self.part.digest.encode()).hexdigest()[:12]
+        self._digest = f"pipeline={self.part.schedule}:{digest}"
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -86,108 +127,137 @@ class PipelineRun:
         what = f"{kind} of {contract.label}"
         self._engine.store.ledger.check_whole(what)
         state = f"micro_batches={len(micro_batches)}"
-        run, is_ready = self.executable, 1
-        if run.is_auto:
-            is_ready = int(run.form().endswith("=ready"))
-        mine = " ".join(map(str, [is_ready, self.part.position, *self._engine.stale()]))
+        mine = " ".join(map(str, [self._axis.rank, *self._engine.stale()]))
         choices = world.agree_but_for(what, f"{self._digest};{state}", f"again={mine}")
-        said = [[*map(int, choice.partition("=")[2].split())] for choice in choices]
-        if run.swap is not None and all(ready for ready, *_ in said):
-            run.compiled()
-        run.calls += 1
-        self._gather_again(rest for _, *rest in said)
+        self._gather_again(choices)
         self.executable.compare_inputs(micro_batches)
         if not contract.is_training:
             return self._infer(micro_batches[0])
         return [_Trained.apply(self, micro_batches, self._anchor.output)]
 
-    def _gather_again(self, said: Iterable[list[int]]) -> None:
+    def _gather_again(self, choices: set[str]) -> None:
         """Gather again the resident buckets that are stale on any rank of this stage."""
-        for position, *buckets in said:
-            if position == self.part.position:
+        for choice in choices:
+            position, *buckets = map(int, choice.partition("=")[2].split())
+            if position == self._axis.rank:
                 self._engine.forget(buckets)
 
     # -- the two kinds of calls -----------------------------------------------------------------
     def _infer(self, leaves: list[Any]) -> list[Tensor]:
-        seed = self.executable.seed()
+        self._step = step = _Step([leaves], [(self.executable.seed(), 0)])
+        outs: dict[int, list[Tensor]] = {}
         with self.executable.guard(leaves), torch.no_grad():
-            first = Action(FORWARD, 0)
-            self._post(first)
-            outs, _ = self._forward(first, leaves, seed)
+            for position, (_, part) in sorted(self._stages.items()):
+                for crossing in part.taken[FORWARD]:
+                    if not self._is_mine(crossing.source):
+                        self.receive(crossing.name, 0, crossing.source, position)
+                outs[position] = self._forward(step, position, 0)
+                for crossing in part.sent[FORWARD]:
+                    if not self._is_mine(crossing.target):
+                        self.send(crossing.name, 0, position, crossing.target)
             self._finish_sending()
             found = [self._share(result, outs) for result in self.part.results]
+        self._step = None
         self._engine.world.level()
         return found
 
-    def _share(self, result: Parcel, outs: Sequence[Tensor]) -> Tensor:
-        """Send a result from the stage that has it to all stages."""
-        if result.source == self.part.position:
-            made = outs[self._leaves[result.output]]
-            box = made.contiguous()
+    def _share(self, result: Parcel, outs: Mapping[int, Sequence[Tensor]]) -> Tensor:
+        """Give a result of one stage to all of them."""
+        if result.source in outs:
+            box = outs[result.source][self._leaves[result.source][result.output]].contiguous()
         else:
             box = torch.empty(result.shape, dtype=result.dtype, device=self._engine.world.device)
-        self._axis.broadcast(_bytes(box), result.source, f"output {result.name}").wait()
+        source = result.source % self._axis.size
+        self._axis.broadcast(_bytes(box), source, f"output {result.name}").wait()
         return box
 
     def train(self, micro_batches: Sequence[list[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run a training step's forwards and backwards; return its loss and its gradients."""
         engine, part, num = self._engine, self.part, len(micro_batches)
-        order = actions(part.schedule, part.size, part.position, num)
         engine.store.grads.rest()
         seeds = [(self.executable.seed(), self.executable.seed()) for _ in range(num)]
-        saved: dict[int, list[Tensor]] = {}
-        losses: dict[int, Tensor] = {}
+        step = self._step = _Step(micro_batches, seeds, left=num * len(self._stages))
+        moves = self._moves(num)
         names = [n for n in part.trained if n in engine.store.params]
         with self.executable.guard(micro_batches[0]), torch.no_grad():
             with engine.gradients.apart(names) as found:
-                for action, following in zip(order, [*order[1:], None], strict=True):
-                    number = action.micro_batch
-                    self._post(action)
-                    if following is not None:  # receive it while this action runs
-                        self._post(following)
-                    if action.graph == FORWARD:
-                        outs, saved[number] = self._forward(
-                            action, micro_batches[number], seeds[number][0]
-                        )
-                        if part.loss in self._leaves:
-                            losses[number] = outs[self._leaves[part.loss]]
-                    else:
-                        is_last = number == num - 1
-                        engine.gradients.no_sync = part.puts_off and not is_last
-                        try:
-                            self._backward(action, saved.pop(number), seeds[number][1], num)
-                        finally:
-                            engine.gradients.no_sync = False
+                moves(self)
                 self._finish_sending()
             grads = {n: g for n, g in zip(names, found, strict=True) if g is not None}
             self._add_shared(grads)
-            loss = self._mean(losses, num)
+            loss = self._mean(step.losses, num)
+        self._step = None
         engine.world.level()
         return loss, grads
 
-    def _forward(
-        self, action: Action, leaves: list[Any], seed: int
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        received = self._take(action)
-        given = [*leaves, *(received[c.leaf] for c in self.part.taken[FORWARD])]
-        outs, saved = self.executable.run_part_forward(given, seed)
-        for crossing in self.part.sent[FORWARD]:
-            self._send(crossing, outs[self._leaves[crossing.output]], action)
-        return outs, saved
+    # -- what a schedule calls ------------------------------------------------------------------
+    def receive(self, name: str, micro_batch: int, source: int, target: int) -> None:
+        """Begin to receive a value from another rank's stage."""
+        crossing = self._parcels[name, source, target]
+        device = self._engine.world.device
+        box = torch.empty(crossing.shape, dtype=crossing.dtype, device=device)
+        label = f"{name} of micro-batch {micro_batch} from pipeline stage {source}"
+        work = self._axis.receive(_bytes(box), source % self._axis.size, label)
+        self._receiving[crossing, micro_batch] = box, work
 
-    def _backward(self, action: Action, saved: list[Tensor], seed: int, num: int) -> None:
-        tangents = self._take(action)
-        contract = self.executable.contract
-        if self.part.loss in contract.tangents:
-            shape, _, dtype = contract.tangents[self.part.loss]
-            tangents[self.part.loss] = torch.full(
-                shape, 1.0 / num, dtype=dtype, device=self._engine.world.device
+    def forward(self, stage: int, micro_batch: int) -> None:
+        """Run a stage's forward on a micro-batch, as soon as what it reads has come."""
+        assert self._step is not None, "no step is under way"
+        self._forward(self._step, stage, micro_batch)
+
+    def backward(self, stage: int, micro_batch: int, reduces: bool = False) -> None:
+        """Run its backward likewise. reduces: the sum of its gradients with those of all before."""
+        step = self._step
+        assert step is not None, "no step is under way"
+        executable, part = self._stages[stage]
+        tangents = self._take(step, part.taken[BACKWARD], micro_batch)
+        contract, gradients = executable.contract, self._engine.gradients
+        if part.loss in contract.tangents:
+            shape, _, dtype = contract.tangents[part.loss]
+            tangents[part.loss] = torch.full(
+                shape, 1.0 / step.num, dtype=dtype, device=self._engine.world.device
             )
-        is_last = action.micro_batch == num - 1
-        grads = self.executable.run_part_backward(saved, tangents, seed, is_last)
+        step.left -= 1
+        gradients.no_sync = part.puts_off and not reduces
+        gradients.leaves_sums = step.left > 0  # other stages of this rank go on to sum
+        saved = step.saved.pop((stage, micro_batch))
+        seed = step.seeds[micro_batch][1]
+        try:
+            grads = executable.run_part_backward(saved, tangents, seed, step.left == 0)
+        finally:
+            gradients.no_sync = gradients.leaves_sums = False
         made = dict(zip(contract.input_grads, grads, strict=True))
-        for crossing in self.part.sent[BACKWARD]:
-            self._send(crossing, made[crossing.output], action)
+        for crossing in part.sent[BACKWARD]:
+            step.made[crossing, micro_batch] = made[crossing.output]
+
+    def send(self, name: str, micro_batch: int, source: int, target: int) -> None:
+        """Send a value that a stage of this rank has made to one of another rank."""
+        assert self._step is not None, "no step is under way"
+        crossing = self._parcels[name, source, target]
+        sending = self._sending.setdefault(crossing, deque())
+        if len(sending) >= Hop(crossing.graph, source, target).ahead:
+            sending.popleft()[0].wait()
+        box = self._step.made.pop((crossing, micro_batch)).contiguous()
+        label = f"{name} of micro-batch {micro_batch} to pipeline stage {target}"
+        work = self._axis.send(_bytes(box), target % self._axis.size, label)
+        sending.append((work, box))
+
+    def _is_mine(self, stage: int) -> bool:
+        return stage in self._stages
+
+    def _forward(self, step: _Step, stage: int, micro_batch: int) -> list[Tensor]:
+        executable, part = self._stages[stage]
+        received = self._take(step, part.taken[FORWARD], micro_batch)
+        given = [*step.micro_batches[micro_batch], *(received[c.leaf] for c in part.taken[FORWARD])]
+        outs, saved = executable.run_part_forward(given, step.seeds[micro_batch][0])
+        leaves = self._leaves[stage]
+        for crossing in part.sent[FORWARD]:
+            step.made[crossing, micro_batch] = outs[leaves[crossing.output]]
+        if executable.contract.is_training:
+            step.saved[stage, micro_batch] = saved
+            if part.loss in leaves:
+                step.losses[micro_batch] = outs[leaves[part.loss]]
+        return outs
 
     def _mean(self, losses: Mapping[int, Tensor], num: int) -> Tensor:
         """Return on every rank the mean of the micro-batches' losses, which one stage has."""
@@ -196,13 +266,14 @@ class PipelineRun:
             mean = torch.stack([losses[i] for i in range(num)]).mean(0).contiguous()
         else:
             mean = torch.empty(result.shape, dtype=result.dtype, device=self._engine.world.device)
-        self._axis.broadcast(_bytes(mean), result.source, "mean loss").wait()
+        self._axis.broadcast(_bytes(mean), result.source % self._axis.size, "mean loss").wait()
         return mean
 
     def _add_shared(self, grads: dict[str, Tensor]) -> None:
-        """Sum the gradients of parameters that several stages hold, in stage order."""
+        """Sum the gradients of parameters that several ranks hold, in the order of the stages."""
+        mine_at = self._axis.rank
         for name, positions in self.part.shared.items():
-            if self.part.position not in positions:
+            if mine_at not in positions:
                 continue
             piece = self._engine.store.pieces[name]
             mine = grads.get(name)
@@ -210,12 +281,12 @@ class PipelineRun:
                 local = self._engine.store.local_view(name)
                 mine = grads[name] = piece.show(torch.zeros_like(local))
             flat = piece.local(mine)
-            others = [p for p in positions if p != self.part.position]
-            parts = {self.part.position: flat.clone()} | {p: torch.empty_like(flat) for p in others}
+            others = [p for p in positions if p != mine_at]
+            parts = {mine_at: flat.clone()} | {p: torch.empty_like(flat) for p in others}
             label = f"gradient of {name}, which pipeline stages share"
             if flat.numel():
                 works = [self._axis.receive(parts[p], p, label) for p in others]
-                works += [self._axis.send(parts[self.part.position], p, label) for p in others]
+                works += [self._axis.send(parts[mine_at], p, label) for p in others]
                 for work in works:
                     work.wait()
             flat.copy_(parts[positions[0]])
@@ -223,23 +294,17 @@ class PipelineRun:
                 flat.add_(parts[position])
 
     # -- transfers --------------------------------------------------------------------------------
-    def _post(self, action: Action) -> None:
-        """Start receiving the values that an action reads."""
-        if action in self._receiving:
-            return
-        device, posted = self._engine.world.device, []
-        for crossing in self.part.taken[action.graph]:
-            box = torch.empty(crossing.shape, dtype=crossing.dtype, device=device)
-            label = f"{crossing.name} of micro-batch {action.micro_batch} from pipeline stage"
-            work = self._axis.receive(_bytes(box), crossing.source, f"{label} {crossing.source}")
-            posted.append((crossing, box, work))
-        self._receiving[action] = posted
-
-    def _take(self, action: Action) -> dict[int, Tensor]:
-        """Wait for the values that an action reads, and return them by leaf."""
+    def _take(
+        self, step: _Step, crossings: Sequence[Parcel], micro_batch: int
+    ) -> dict[int, Tensor]:
+        """Wait for what a graph reads; return it by leaf."""
         found: dict[int, Tensor] = {}
-        for crossing, box, work in self._receiving.pop(action):
-            work.wait()
+        for crossing in crossings:
+            if self._is_mine(crossing.source):
+                box = step.made.pop((crossing, micro_batch))
+            else:
+                box, work = self._receiving.pop((crossing, micro_batch))
+                work.wait()
             if box.stride() != crossing.strides:
                 made = torch.empty_strided(
                     crossing.shape, crossing.strides, dtype=box.dtype, device=box.device
@@ -248,25 +313,16 @@ class PipelineRun:
             found[crossing.leaf] = box
         return found
 
-    def _send(self, crossing: Parcel, made: Tensor, action: Action) -> None:
-        key = f"{crossing.graph} {crossing.name} {crossing.target}"
-        under_way = self._sending.setdefault(key, deque())
-        if len(under_way) >= Hop(crossing.graph, crossing.source, crossing.target).ahead:
-            under_way.popleft()[0].wait()
-        box = made.contiguous()
-        label = f"{crossing.name} of micro-batch {action.micro_batch} to pipeline stage"
-        work = self._axis.send(_bytes(box), crossing.target, f"{label} {crossing.target}")
-        under_way.append((work, box))
-
     def _finish_sending(self) -> None:
-        for under_way in self._sending.values():
-            while under_way:
-                under_way.popleft()[0].wait()
+        for sending in self._sending.values():
+            while sending:
+                sending.popleft()[0].wait()
 
     def forget(self) -> None:
         """Drop the transfers that were in flight when a call failed."""
         self._sending.clear()
         self._receiving.clear()
+        self._step = None
 
 
 def _bytes(tensor: Tensor) -> Tensor:

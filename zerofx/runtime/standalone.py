@@ -187,6 +187,7 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
             trainable=b["trainable"],
             home=Tier(b["home"]),
             source=Tier(b["source"]),
+            positions=tuple(b.get("positions", (0,))),
         )
         for i, b in enumerate(facts["buckets"])
     )

@@ -127,9 +127,9 @@ def _of_pipeline(
     captured: Program, setting: Setting, clips: bool, basis: str, optimizer_bytes: int,
     keeps_results: bool,
 ) -> PipelineView:  # fmt: skip
-    """Return the memory and time of a step of all stages of a pipeline."""
-    size = setting.plan.parallel.pipeline
-    whole = run(captured, setting, WHOLE, proof=Proof.END)  # shared by all stages
+    """Return what a step of all stages of a pipeline holds and takes."""
+    size = setting.plan.parallel.num_stages
+    whole = run(captured, setting, WHOLE, proof=Proof.END)  # what all stages begin with
     programs = [
         resume(whole, replace(setting, position=position), WHOLE) for position in range(size)
     ]

@@ -21,8 +21,12 @@ from zerofx.policy.schedules import (
     FORWARD,
     Hop,
     actions,
+    fault_of,
+    mismatch,
     most_under_way,
+    moves,
     num_micro_batches,
+    orders,
     stuck,
 )
 
@@ -31,7 +35,8 @@ def stages(name: str, size: int, **fields: object) -> list[Planned]:
     torch.manual_seed(0)
     captured = zerofx.capture(MODELS[name](), (), batch(name), outputs="loss")
     plan = zerofx.Plan(kernels="aten", parallel={"pipeline": size, **fields})
-    return [zerofx.rewrite(captured, plan, world_size=2 * size, position=p) for p in range(size)]
+    num = plan.parallel.num_stages
+    return [zerofx.rewrite(captured, plan, world_size=2 * size, position=p) for p in range(num)]
 
 
 @pytest.mark.parametrize(("name", "size"), [("llama", 2), ("gpt2", 2), ("vit", 2), ("t5", 4)])
@@ -191,18 +196,74 @@ def test_schedules_end_and_keep_few_under_way(schedule: str) -> None:
             near += [Hop(BACKWARD, p + 1, p) for p in range(size - 1)]
             skips = [Hop(FORWARD, p, q) for p in range(size) for q in range(p + 1, size)]
             skips += [Hop(BACKWARD, q, p) for p in range(size) for q in range(p + 1, size)]
-            assert stuck(orders, near) == []
-            assert stuck(orders, skips) == []
+            assert stuck(moves(orders, near)) == []
+            assert stuck(moves(orders, skips)) == []
             if schedule == "1f1b":
                 under_way = [most_under_way(order) for order in orders]
                 assert under_way == [min(num, size - p) for p in range(size)]
+
+
+@pytest.mark.parametrize("interleave", [2, 3, 4])
+def test_interleaved_orders_end_and_pair(interleave: int) -> None:
+    for size in (2, 3, 4):
+        stages = size * interleave
+        for num in (size, 2 * size, 4 * size):
+            found = orders("interleaved", size, num, interleave)
+            for order in found:
+                assert len(set(map(str, order))) == len(order) == 2 * num * interleave
+            near = [Hop(FORWARD, p, p + 1, "x") for p in range(stages - 1)]
+            near += [Hop(BACKWARD, p + 1, p, "dx") for p in range(stages - 1)]
+            skips = [Hop(FORWARD, 0, p, "e") for p in range(2, stages)]
+            skips += [Hop(BACKWARD, p, 0, "de") for p in range(2, stages)]
+            for hops in (near, near + skips):
+                done = moves(found, hops)
+                assert mismatch(done) == "" and stuck(done) == []
+                for rank, mine in enumerate(done):
+                    own = range(rank, stages, size)
+                    assert fault_of(rank, size, mine, hops, own, num) == ""
+                    assert sum(move.reduces for move in mine) == interleave
+            # Megatron-LM's number of forwards ahead of the first backward
+            ahead = [2 * (size - p - 1) + (interleave - 1) * size + 1 for p in range(size)]
+            begun = [[a.graph for a in order].index(BACKWARD) for order in found]
+            assert begun == [min(n, num * interleave) for n in ahead]
 
 
 def test_a_schedule_that_waits_for_itself_is_found() -> None:
     orders = [actions("1f1b", 2, p, 2) for p in range(2)]
     orders[0] = tuple(reversed(orders[0]))
     links = [Hop(FORWARD, 0, 1), Hop(BACKWARD, 1, 0)]
-    assert [str(a) for a in stuck(orders, links)] == ["B1", "F0"]
+    held = stuck(moves(orders, links))
+    assert [(m.verb, m.micro_batch) for m in held if m] == [("backward", 1), ("forward", 0)]
+
+
+def test_interleaved_stages_are_proved() -> None:
+    found = stages("deep", 2, schedule="interleaved", interleave=2)
+    verify_stages(found)
+    assert [program.stage.position for program in found] == [0, 1, 2, 3]
+    wires = found[0].stage.wires
+    assert len(wires) == 2 * 3  # one activation and one gradient a boundary
+    first, second = ({*found[rank].params} for rank in range(2))
+    assert first == {*found[2].params} and second == {*found[3].params}  # of both stages
+    assert not first & second
+    with pytest.raises(ProgramError, match="of another pipeline"):
+        verify_stages(found[::2])
+
+
+def test_what_interleaving_needs_is_said() -> None:
+    for fields, said in (
+        ({"pipeline": 2, "schedule": "interleaved"}, "interleave = 1 contradicts schedule"),
+        ({"pipeline": 2, "interleave": 2}, "contradicts schedule = '1f1b'"),
+        ({"schedule": "interleaved", "interleave": 2}, "contradicts pipeline = 1"),
+        (
+            {"pipeline": 4, "schedule": "interleaved", "interleave": 2, "micro_batches": 6},
+            "6 is no multiple of pipeline = 4",
+        ),
+        ({"pipeline": 2, "schedule": "zero-bubble"}, "'zero-bubble'"),
+    ):
+        with pytest.raises(PlanError, match=said):
+            zerofx.Plan(parallel=fields)
+    assert num_micro_batches("auto", 12, 4, 2) == 12
+    assert num_micro_batches("auto", 6, 4, 2) == 0
 
 
 def test_micro_batches_divide_the_batch() -> None:

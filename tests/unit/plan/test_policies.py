@@ -232,7 +232,7 @@ def test_an_axis_is_a_row_of_two_tables(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def never_put_off(changed: pytest.MonkeyPatch) -> None:
-    changed.setattr(reduction, "is_put_off", lambda layout, stage: False)
+    changed.setattr(reduction, "is_put_off", lambda layout, plan: False)
 
 
 def test_sums_of_no_sync(pool: Pool) -> None:

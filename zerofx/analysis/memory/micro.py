@@ -45,9 +45,10 @@ class Micro:
 def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tuple[Micro, ...]:
     """Return the micro-batches of a step that may have the highest peak.
 
-    accumulation: backwards per step. no_sync: all but the last of them run under it, which
-        postpones the reduction at stage 1. (At stage 0 the sum is in p.grad. At stages 2 and 3, and
-        with an offloaded optimizer, whole gradients are never held, and every backward reduces.)
+    accumulation: backwards a step. no_sync: all but the last of them run under it, which puts the
+        reduction off at stage 1, and in a pipeline that sums whole gradients. (At stage 0 the sum
+        lies in p.grad; elsewhere at stages 2 and 3, and with an offloaded optimizer, whole
+        gradients are never held, and every backward reduces.)
 
     Raises:
         PlanError: fewer than one backward; or several, although each updates the parameters.
@@ -62,7 +63,7 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
             "parameters inside every backward; use update='step' to accumulate"
         )
     layout = program.layout
-    if not (no_sync and reduction.is_put_off(layout, program.plan.stage)):
+    if not (no_sync and reduction.is_put_off(layout, program.plan)):
         return (Micro(Before.REDUCED),)
     if not reduction.sums_lie_apart(layout):  # then sums occupy the memory of reduced gradients
         return (Micro(Before.REDUCED),)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 
 from torch import fx
@@ -41,18 +43,39 @@ def standing(
 
 
 def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
-    """Return the values that a pipeline stage holds for other micro-batches, and those in flight.
+    """Return what a rank of a pipeline holds for other micro-batches, and what travels meanwhile.
 
-    The schedule determines the number of micro-batches in progress; each holds its saved values.
+    As many are under way as the schedule has; of each there is what its forward has saved. Of the
+    rank's other stages, gradients and sums are there too.
     """
     stage = program.stage
     if stage.size == 1 or BACKWARD not in program.graphs:
         return []
     parallel = program.plan.parallel
+    turn, rank = divmod(stage.position, parallel.pipeline)
     order = schedules.actions(
-        parallel.schedule, stage.size, stage.position,
-        schedules.expected_micro_batches(parallel.micro_batches, stage.size),
+        parallel.schedule, parallel.pipeline, rank,
+        schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline),
+        parallel.interleave,
     )  # fmt: skip
+    sizes = [0] * parallel.interleave
+    sizes[turn] = saved_bytes(program)
+    saved = schedules.most_beside(order, turn, stage.saved_bytes or sizes)
+    taken = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.taken(graph))
+    sent = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.sent(graph))
+    others = schedules.most_under_way(order, turn) - 1
+    name = f"saved by {others} other micro-batch" + "es" * (others != 1)
+    if parallel.interleave > 1:
+        name = "saved by other micro-batches and stages"
+    return [
+        _always(Category.ACTIVATIONS, saved, name, "", life),
+        _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),
+        *_of_other_stages(program, life),
+    ]
+
+
+def saved_bytes(program: Planned) -> int:
+    """Return what a stage's forward saves of a micro-batch, but for what is there anyway."""
     roots: dict[fx.Node, int] = {}
     results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
     for spec, result in results:
@@ -62,15 +85,36 @@ def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
             is_held_anyway = where.role in (Role.INPUT, Role.BUFFER) and not where.digest
             if where.role is not Role.PARAM and not is_held_anyway:
                 roots[root] = nbytes(value(root))
-    others = schedules.most_under_way(order) - 1
-    saved = others * sum(roots.values())
-    taken = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.taken(graph))
-    sent = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.sent(graph))
-    name = f"saved by {others} other micro-batch" + "es" * (others != 1)
-    return [
-        _always(Category.ACTIVATIONS, saved, name, "", life),
-        _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),
-    ]
+    return sum(roots.values())
+
+
+def with_saved_bytes(programs: Sequence[Planned]) -> None:
+    """Let each stage of one rank know what all of them save, of which its memory counts some."""
+    if len(programs) > 1 and all(BACKWARD in program.graphs for program in programs):
+        sizes = tuple(map(saved_bytes, programs))
+        for program in programs:
+            program.stage = replace(program.stage, saved_bytes=sizes)
+
+
+def _of_other_stages(program: Planned, life: Lifetimes) -> list[Storage]:
+    """Return the gradients of the rank's other stages, which other programs reduce."""
+    layout, plan = program.layout, program.plan
+    if plan.parallel.interleave == 1:
+        return []
+    reduced = {info(n).index for _, n in life.nodes if is_reduction(n)}
+    found = []
+    for block in layout.blocks:
+        buckets = [b for b in block if layout.has(b) and b.trainable and b.index not in reduced]
+        if not buckets:
+            continue
+        where = buckets[0].label()
+        size = sum(layout.shard_numel(b) * b.dtype.itemsize for b in buckets)
+        found.append(_always(Category.GRADIENTS, size, "p.grad", where, life))
+        if reduction.is_put_off(layout, plan) and reduction.sums_lie_apart(layout):
+            numel, dtype = reduction.sum_form(buckets)
+            summed = numel * dtype.itemsize
+            found.append(_always(Category.GRADIENTS, summed, "sum of no_sync", where, life))
+    return found
 
 
 def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:

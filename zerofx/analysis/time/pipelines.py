@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
+from zerofx.analysis.memory.standing import with_saved_bytes
 from zerofx.analysis.time.forecast import (
     MEMORY_HIGH,
     MEMORY_LOW,
@@ -66,9 +67,10 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class TimedAction:
-    """One action of a stage with its time."""
+    """One action of a rank with its time. stage: of the pipeline, whose program runs."""
 
     action: Action
+    stage: int
     start_us: float
     end_us: float
 
@@ -107,33 +109,37 @@ def _micro(span: Span) -> int:
 def run_on_paper(
     orders: Sequence[Sequence[Action]], times: Sequence[StageTimes], wires: Mapping[Wire, float]
 ) -> list[list[TimedAction]]:
-    """Return when each stage runs its actions: each after the previous one, once its inputs have
-    arrived.
+    """Return when each rank runs its actions: each once the one before it is done, and all that
+    it reads has come.
 
-    orders: of each stage. wires: the values sent, with their transfer times. Sends are
-    assumed not to wait for the receiver: `verify` proves that none waits forever.
+    orders: of each rank. times: of each stage. wires: what travels, with the time that it is on
+    its way. What is sent is taken to wait for no receiver: `verify` proves that none waits for
+    good.
     """
+    size = len(orders)
     micro_batches = 1 + max((a.micro_batch for order in orders for a in order), default=0)
-    done: dict[tuple[int, Action], float] = {}
+    done: dict[tuple[int, str, int], float] = {}  # (stage, graph, micro-batch) -> when
     found: list[list[TimedAction]] = [[] for _ in orders]
     into: dict[tuple[int, str], list[tuple[int, float]]] = {}
     for wire, us in wires.items():
+        us = 0.0 if (wire.source - wire.target) % size == 0 else us
         into.setdefault((wire.target, wire.graph), []).append((wire.source, us))
     moved = True
     while moved:
         moved = False
-        for stage, order in enumerate(orders):
-            while len(found[stage]) < len(order):
-                action = order[len(found[stage])]
+        for rank, order in enumerate(orders):
+            while len(found[rank]) < len(order):
+                action = order[len(found[rank])]
+                stage, number = action.turn * size + rank, action.micro_batch
                 before = into.get((stage, action.graph), [])
-                if any((source, action) not in done for source, _ in before):
+                if any((source, action.graph, number) not in done for source, _ in before):
                     break
-                arrived = [done[source, action] + us for source, us in before]
-                free = found[stage][-1].end_us if found[stage] else 0.0
+                arrived = [done[source, action.graph, number] + us for source, us in before]
+                free = found[rank][-1].end_us if found[rank] else 0.0
                 start = max([free, *arrived])
                 end = start + times[stage].of(action, micro_batches)
-                found[stage].append(TimedAction(action, start, end))
-                done[stage, action] = end
+                found[rank].append(TimedAction(action, stage, start, end))
+                done[stage, action.graph, number] = end
                 moved = True
     assert all(len(f) == len(o) for f, o in zip(found, orders, strict=True)), "the schedule hangs"
     return found
@@ -143,9 +149,10 @@ def run_on_paper(
 class PipelineForecast:
     """A step of all stages of a pipeline: the memory of each, and when each runs.
 
-    stages: the forecast of each stage's program by itself, as if it never waited for others. times:
-    the times taken from it. runs: the actions of each stage in one call, with their times.
-    micro_batches: per call. calls: per step.
+    stages: the forecast of each stage's program by itself, as if it waited for no other. times:
+    what each takes of it. runs: the actions of each rank in one call, with their times; with
+    an interleaved schedule a rank has several stages.
+    micro_batches: of a call. calls: of a step.
     """
 
     stages: tuple[Forecast, ...]
@@ -176,23 +183,33 @@ class PipelineForecast:
     def tokens(self) -> int:
         return self.stages[0].tokens
 
+    def rank_of(self, stage: int) -> int:
+        """Return the position of the ranks that have a stage."""
+        return stage % len(self.runs)
+
+    @cached_property
+    def end_us(self) -> tuple[float, ...]:
+        """What each rank does after its last action: of each of its stages, one by one."""
+        size = len(self.runs)
+        return tuple(sum(t.end for t in self.times[rank::size]) for rank in range(size))
+
     @cached_property
     def ends_us(self) -> tuple[float, ...]:
-        """The time at which each stage ends its step."""
+        """When each rank has ended its step."""
         before = (self.calls - 1) * max(runs[-1].end_us for runs in self.runs)
-        pairs = zip(self.runs, self.times, strict=True)
-        return tuple(before + runs[-1].end_us + t.end for runs, t in pairs)
+        pairs = zip(self.runs, self.end_us, strict=True)
+        return tuple(before + runs[-1].end_us + end for runs, end in pairs)
 
     @cached_property
     def busy_us(self) -> tuple[float, ...]:
-        """The working time of each stage in a step, including the optimizer's step."""
-        pairs = zip(self.runs, self.times, strict=True)
-        works = ((sum(r.end_us - r.start_us for r in runs), t.end) for runs, t in pairs)
+        """What each rank works in a step, the optimizer's step with it."""
+        pairs = zip(self.runs, self.end_us, strict=True)
+        works = ((sum(r.end_us - r.start_us for r in runs), end) for runs, end in pairs)
         return tuple(self.calls * each + end for each, end in works)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """The fraction of the step in which each stage waits for others."""
+        """The share of the step in which each rank waits for others."""
         step = max(self.ends_us)
         return tuple(1 - busy / step if step else 0.0 for busy in self.busy_us)
 
@@ -204,8 +221,8 @@ class PipelineForecast:
 
     @property
     def idle_us(self) -> Range:
-        """The average time per step that stages wait for others."""
-        waits = max(self.ends_us) * sum(self.idle) / len(self.stages)
+        """What ranks wait for others in a step, on average."""
+        waits = max(self.ends_us) * sum(self.idle) / len(self.runs)
         return self._like(self.step_us, waits)
 
     @staticmethod
@@ -227,8 +244,8 @@ class PipelineForecast:
 
     @property
     def _flops(self) -> float:
-        """The operations of a step, averaged over the stages."""
-        return sum(f.flops for f in self.stages) / len(self.stages)
+        """The operations of a step, on average over the ranks."""
+        return sum(f.flops for f in self.stages) / len(self.runs)
 
     @property
     def samples_per_s(self) -> Range:
@@ -244,14 +261,14 @@ class PipelineForecast:
 
     @property
     def flops_per_s(self) -> Range:
-        """Operations per second and device, including recomputed ones, averaged over the stages."""
+        """Operations a second and device, recomputed ones included, on average over the ranks."""
         return self.step_us.inverse(1e6 * self._flops)
 
     @property
     def mfu(self) -> Range:
         """The fraction of the device's nominal rate that the model's own operations reach."""
         rate = self.hardware.dense_flops_per_s.get(compute_format(self.program), 0.0)
-        model = sum(f.model_flops for f in self.stages) / len(self.stages)
+        model = sum(f.model_flops for f in self.stages) / len(self.runs)
         return self.step_us.inverse(1e6 * model / rate if rate else 0.0)
 
     @property
@@ -269,8 +286,11 @@ class PipelineForecast:
     def lane_bytes(self) -> dict[Lane, int]:
         """Return the bytes that each lane moves in a step, of the rank that moves most on it."""
         found: dict[Lane, int] = {}
-        for times in self.times:
-            for lane, moved in times.moved(self.program.loop.accumulation).items():
+        for rank in range(len(self.runs)):
+            own = Counter[Lane]()
+            for times in self.times[rank :: len(self.runs)]:
+                own.update(times.moved(self.program.loop.accumulation))
+            for lane, moved in own.items():
                 if lane not in (Lane.COMPUTE, Lane.HOST) and moved:
                     found[lane] = max(found.get(lane, 0), moved)
         return found
@@ -281,7 +301,8 @@ class PipelineForecast:
         wires = self.program.stage.wires
         each = Counter[int]()
         for wire in wires:
-            each[wire.source] += nbytes(wire.value)
+            if (wire.source - wire.target) % len(self.runs):
+                each[self.rank_of(wire.source)] += nbytes(wire.value)
         return self.program.loop.accumulation * max(each.values(), default=0)
 
 
@@ -299,18 +320,19 @@ def pipeline_forecast(
     """
     parallel, layout = programs[0].plan.parallel, programs[0].layout
     num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+    for rank in range(parallel.pipeline):
+        with_saved_bytes(programs[rank :: parallel.pipeline])
     each = compiled or [None] * len(programs)
     stages = tuple(
         forecast(program, hardware, clips, optimizer_bytes, keeps_results, regions)
         for program, regions in zip(programs, each, strict=True)
     )
     times = [stage_times(p, Roofline.of(p.plan, hardware, p.world_size), clips) for p in programs]
-    orders = [
-        schedules.actions(parallel.schedule, parallel.pipeline, position, num)
-        if BACKWARD in programs[0].graphs
-        else (Action(FORWARD, 0),)
-        for position in range(len(programs))
-    ]
+    orders = schedules.orders(parallel.schedule, parallel.pipeline, num, parallel.interleave)
+    if BACKWARD not in programs[0].graphs:
+        orders = [tuple(Action(FORWARD, 0, turn) for turn in range(parallel.interleave))] * len(
+            orders
+        )
     wires = {w: wire_us(w, hardware, layout) for w in programs[0].stage.wires}
     runs = run_on_paper(orders, times, wires)
     calls = max(1, programs[0].loop.accumulation // num)
@@ -318,7 +340,10 @@ def pipeline_forecast(
 
 
 def wire_us(wire: Wire, hardware: Hardware, layout: Layout) -> float:
-    """Return the transfer time of a value between the ranks of two stages."""
-    stride = layout.mesh.stride("pipeline") * abs(wire.target - wire.source)
-    # of two ranks that gather, each receives as much from the other
+    """Return how long a value is on its way between the ranks of two stages."""
+    size = layout.pipeline_size
+    stride = layout.mesh.stride("pipeline") * abs(wire.target % size - wire.source % size)
+    if not stride:  # two stages of one rank
+        return 0.0
+    # each of two ranks that gather receives as much from the other
     return collective_us(hardware, "all_gather", 2 * nbytes(wire.value), 2, stride)

@@ -424,7 +424,7 @@ class Walk:
         """Return whether this micro-batch reduces a bucket rather than only summing locally."""
         loop = self.program.loop
         is_last = self.found.micro == loop.accumulation - 1
-        can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan.stage)
+        can_wait = loop.no_sync and reduction.is_put_off(self.layout, self.program.plan)
         return is_last or not can_wait
 
     def refresh_moves(self, node: fx.Node) -> bool:

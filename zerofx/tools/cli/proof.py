@@ -74,7 +74,7 @@ def verify(
         try:
             programs = [
                 program_of(model, world, chosen, hardware, batch, seq, position=position)
-                for position in range(chosen.parallel.pipeline)
+                for position in range(chosen.parallel.num_stages)
             ]
             if len(programs) > 1:
                 verify_stages(programs)

@@ -175,6 +175,8 @@ class PipelineView:
         calls = f" in each of {found.calls} calls" if found.calls > 1 else ""
         stages = counted(len(found.stages), "stage")
         said = f"pipeline of {stages}, {parallel.schedule}, {num}{calls}"
+        if parallel.interleave > 1:
+            said += f", {parallel.interleave} stages on each rank"
         fit = [f"does not fit: {shortage}" for shortage in found.shortages]
         return [
             f"# {self.title}", said, *(fit or _fitting(found.hardware, self.peak_bytes)), "",
@@ -188,10 +190,12 @@ class PipelineView:
         found = self.forecast
         head = ("peak", "forward", "backward", "busy", "idle")
         lines = [f"{'stage':<8}{''.join(f'{name:>12}' for name in head)}   units"]
-        for position, (times, idle) in enumerate(zip(found.times, found.idle, strict=True)):
+        for position, times in enumerate(found.times):
+            rank = found.rank_of(position)  # which works, and waits, for all of its stages
             cells = (
                 format_bytes(self.memories[position].peak_bytes), format_us(times.forward),
-                format_us(times.backward), format_us(found.busy_us[position]), f"{idle:.0%}",
+                format_us(times.backward), format_us(found.busy_us[rank]),
+                f"{found.idle[rank]:.0%}",
             )  # fmt: skip
             row = "".join(f"{cell:>12}" for cell in cells)
             lines.append(f"{position:<8}{row}   {self._units(position)}")
@@ -206,7 +210,7 @@ class PipelineView:
     def _chart(self) -> list[str]:
         """Return a line over time per stage: / forward, # backward, = the optimizer's step."""
         found = self.forecast
-        ends = [runs[-1].end_us + t.end for runs, t in zip(found.runs, found.times, strict=True)]
+        ends = [runs[-1].end_us + end for runs, end in zip(found.runs, found.end_us, strict=True)]
         step = max(ends)
         columns = room(WIDTH, 8, 24)
         which = "a step" if found.calls == 1 else "the step's last call"
@@ -242,14 +246,18 @@ class PipelineView:
                 {
                     "units": list(self.units[i]), "peak_bytes": memory.peak_bytes,
                     "forward_us": times.forward, "backward_us": times.backward,
-                    "end_us": times.end, "busy_us": found.busy_us[i], "idle": found.idle[i],
+                    "end_us": times.end, "busy_us": found.busy_us[found.rank_of(i)],
+                    "idle": found.idle[found.rank_of(i)],
                     "memory": memory.to_dict(),
                 }
                 for i, (times, memory) in enumerate(zip(found.times, self.memories, strict=True))
             ],
             "timeline": [
                 [
-                    {"action": str(run.action), "start_us": run.start_us, "end_us": run.end_us}
+                    {
+                        "action": str(run.action), "stage": run.stage,
+                        "start_us": run.start_us, "end_us": run.end_us,
+                    }
                     for run in runs
                 ]
                 for runs in found.runs

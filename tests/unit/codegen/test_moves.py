@@ -1,0 +1,150 @@
+"""pipeline.py: the moves of a pipeline's rank are text, which is proved and runs as edited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zerofx
+from zerofx.codegen.moves import read_moves, render_moves
+from zerofx.errors import PlanError, ProgramError
+from zerofx.ir.program import Planned
+from zerofx.ir.verify import verify_stages
+from zerofx.model.programs import Steps
+
+ONE_BY_ONE = {"pipeline": 2, "micro_batches": 3}
+INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "interleave": 2, "micro_batches": 4}
+
+
+class Skipping(nn.Module):
+    """Its last lines read what its first one makes, which therefore skips stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = self.first(x)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return (x + first).square().mean()
+
+
+def stages(parallel: dict[str, object]) -> list[Planned]:
+    captured = zerofx.capture(Skipping(), (torch.randn(2, 4),))
+    plan = zerofx.Plan(stage=3, kernels="aten", parallel=parallel)
+    num = plan.parallel.num_stages
+    return [zerofx.rewrite(captured, plan, 4, position=p) for p in range(num)]
+
+
+@pytest.mark.parametrize("parallel", [ONE_BY_ONE, INTERLEAVED], ids=["1f1b", "interleaved"])
+def test_stages_are_written_and_read_back(parallel: dict[str, object], tmp_path: Path) -> None:
+    found = stages(parallel)
+    written = [program.emit(tmp_path / str(i)) for i, program in enumerate(found)]
+    assert [(d / "pipeline.py").exists() for d in written] == [i < 2 for i in range(len(found))]
+    loaded = [zerofx.load_program(directory) for directory in written]
+    verify_stages(loaded)
+    verify_stages([loaded[0], *found[1:]])
+    for before, after in zip(found, loaded, strict=True):
+        assert after.stage.wires == before.stage.wires
+        assert after.layout.own_buckets == before.layout.own_buckets
+        assert render_moves(after) == render_moves(before)
+
+
+def line(text: str, start: str) -> str:
+    [found] = [x for x in text.splitlines(keepends=True) if x.strip().startswith(start)]
+    return found
+
+
+def without(start: str) -> Callable[[str], str]:
+    return lambda text: text.replace(line(text, start), "")
+
+
+def swapped(a: str, b: str) -> Callable[[str], str]:
+    def edit(text: str) -> str:
+        one, other = line(text, a), line(text, b)
+        return text.replace(one, "?").replace(other, one).replace("?", other)
+
+    return edit
+
+
+F = "rt.forward(stage=0, micro_batch={})".format
+B = "rt.backward(stage=0, micro_batch={}".format
+SEND = 'rt.send("tanh", micro_batch={}, source=0, target=1)'.format
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (swapped(F(0), F(1)), "forward of micro-batch 0|sends|comes before the forward"),
+        (without(SEND(1)), "send of tanh of micro-batch 1 from stage 0 to stage 1 is missing"),
+        (swapped(SEND(0), SEND(1)), "comes before the forward that makes it"),
+        (without(F(2)), "comes before the forward|its forward has not run"),
+        (swapped(B(0), B(1)), "has not been begun to be received"),
+        (lambda text: text.replace(", reduces=True", ""), "no backward of stage 0 reduces"),
+        (
+            lambda text: text.replace(B(1) + ")", B(1) + ", reduces=True)"),
+            "gradients of stage 0 are reduced already",
+        ),
+        (lambda text: text.replace('"tanh"', '"tanh_7"', 1), "no value tanh_7 goes from stage 0"),
+        (lambda text: text.replace(F(1), F(5)), "there are 3 micro-batches, counted from 0"),
+        (lambda text: text.replace("rt.forward", "rt.foward", 1), "pipeline.py:.*AttributeError"),
+        (lambda text: text.replace("MICRO_BATCHES = 3", ""), "MICRO_BATCHES or step is missing"),
+    ],
+)
+def test_wrong_edits_are_refused(edit: Callable[[str], str], said: str, tmp_path: Path) -> None:
+    directory = stages(ONE_BY_ONE)[0].emit(tmp_path / "stage")
+    path = directory / "pipeline.py"
+    before = path.read_text()
+    path.write_text(edit(before))
+    assert path.read_text() != before
+    with pytest.raises(ProgramError, match=said) as caught:
+        zerofx.load_program(directory)
+    assert "pipeline.py" in str(caught.value)
+
+
+def test_what_other_ranks_need_in_another_order_is_refused() -> None:
+    """Each rank alone would be right; together they would receive each other's values wrongly."""
+    program = stages(ONE_BY_ONE)[0]
+    text = render_moves(program)
+    sends = [x for x in text.splitlines(keepends=True) if "rt.send" in x and "micro_batch=1," in x]
+    first, second = sends
+    turned = text.replace(first + second, second + first)
+    assert turned != text
+    with pytest.raises(ProgramError, match=r"rank 1 of the pipeline would receive .* number 3"):
+        read_moves(program, turned)
+
+
+def test_more_micro_batches_under_way_than_memory_is_counted_for_are_refused() -> None:
+    """1f1b keeps two under way in the first of two stages; gpipe's order would keep three."""
+    program, *_ = stages(ONE_BY_ONE)
+    other, *_ = stages({**ONE_BY_ONE, "schedule": "gpipe"})
+    with pytest.raises(ProgramError, match="3 micro-batches would be under way there, and memory"):
+        read_moves(program, render_moves(other))
+
+
+def test_lines_may_be_moved_and_what_runs_is_the_file(tmp_path: Path) -> None:
+    directory = stages(ONE_BY_ONE)[0].emit(tmp_path / "stage")
+    path = directory / "pipeline.py"
+    receive, forward = (x for x in (line(path.read_text(), F(1)), "    rt.is_edited = True\n"))
+    path.write_text(path.read_text().replace(receive, forward + receive))
+    program = zerofx.load_program(directory)
+
+    class Runtime:
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args, **kwargs: self.calls.append(name)
+
+    runtime = Runtime()
+    Steps(program)(3)(runtime)
+    assert runtime.is_edited is True
+    assert runtime.calls.count("forward") == runtime.calls.count("backward") == 3
+    with pytest.raises(PlanError, match="is for 3 micro-batches, and the batch is cut into 6"):
+        Steps(program)(6)

@@ -1,0 +1,181 @@
+"""pipeline.py: what a rank of a pipeline does in a training step, as straight-line Python.
+
+It is written for so many micro-batches, and what runs is that text: `Steps` renders and imports it
+for each number of micro-batches that a call has, or takes it from the directory of a program that
+was loaded. Each line is a move; a hand edit is read by running the function on a recorder.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zerofx.errors import PlanError, ProgramError
+from zerofx.ir.program import Planned
+from zerofx.ir.verify import check_moves
+from zerofx.policy import reduction, schedules
+from zerofx.policy.schedules import BACKWARD, FORWARD, Hop, Move
+
+NAME = "pipeline.py"
+_HEAD = '''"""{title}: what rank {rank} of the pipeline does in a training step, in order.
+
+receive begins to receive a value that a stage of another rank sends; forward and backward wait for
+what they read. reduces=True: gradients of all micro-batches, summed on each rank, are reduced
+with this backward. Lines may be moved: what is loaded is proved again, next to what others do.
+"""
+
+MICRO_BATCHES = {num}
+
+
+def step(rt):
+'''
+
+
+def moves_of_all(program: Planned, num: int) -> list[tuple[Move, ...]]:
+    """Return what each rank of a program's pipeline does with so many micro-batches."""
+    parallel = program.plan.parallel
+    orders = schedules.orders(parallel.schedule, parallel.pipeline, num, parallel.interleave)
+    return schedules.moves(orders, program.stage.hops, _puts_off(program))
+
+
+def _puts_off(program: Planned) -> bool:
+    return reduction.is_put_off(program.layout, program.plan)
+
+
+def _rank(program: Planned) -> int:
+    return program.stage.position % program.plan.parallel.pipeline
+
+
+def has_moves(program: Planned) -> bool:
+    """Tell whether a program has them: a training step's first stage of each rank of a pipeline."""
+    parallel = program.plan.parallel
+    is_first = program.stage.position < parallel.pipeline
+    return program.stage.size > 1 and program.is_training and is_first
+
+
+def render_moves(program: Planned, num: int | None = None) -> str:
+    """Return the text of pipeline.py for the rank that a program is for.
+
+    num: micro-batches; None for as many as are planned for.
+    """
+    parallel, rank = program.plan.parallel, _rank(program)
+    if num is None:
+        num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+    title = f"{program.model_name}: {parallel.schedule} of {num} micro-batches"
+    lines = [_line(move) for move in moves_of_all(program, num)[rank]]
+    return _HEAD.format(title=title, rank=rank, num=num) + "".join(f"    {x}\n" for x in lines)
+
+
+def _line(move: Move) -> str:
+    if move.hop is not None:
+        where = f"source={move.hop.source}, target={move.hop.target}"
+        return f'rt.{move.verb}("{move.hop.name}", micro_batch={move.micro_batch}, {where})'
+    reduces = ", reduces=True" if move.reduces else ""
+    return f"rt.{move.verb}(stage={move.stage}, micro_batch={move.micro_batch}{reduces})"
+
+
+class _Recorder:
+    """Stands for the runtime: notes each move in place of making it."""
+
+    def __init__(self, hops: Sequence[Hop], rank: int, size: int) -> None:
+        self._hops = {(hop.name, hop.source, hop.target): hop for hop in hops}
+        self._rank, self._size = rank, size
+        self.moves: list[Move] = []
+
+    def _hop(self, verb: str, name: str, source: int, target: int) -> Hop:
+        hop = self._hops.get((name, source, target))
+        if hop is None:
+            raise ProgramError(
+                f"{verb}: no value {name} goes from stage {source} to stage {target}; there are "
+                f"{', '.join(f'{n} ({a} to {b})' for n, a, b in self._hops)}"
+            )
+        mine, other = (target, source) if verb == "receive" else (source, target)
+        if mine % self._size != self._rank or other % self._size == self._rank:
+            raise ProgramError(
+                f"{verb} of {name} from stage {source} to stage {target}: it is not for this rank"
+            )
+        return hop
+
+    def receive(self, name: str, micro_batch: int, source: int, target: int) -> None:
+        hop = self._hop("receive", name, source, target)
+        self.moves.append(Move("receive", target, micro_batch, hop))
+
+    def send(self, name: str, micro_batch: int, source: int, target: int) -> None:
+        hop = self._hop("send", name, source, target)
+        self.moves.append(Move("send", source, micro_batch, hop))
+
+    def forward(self, stage: int, micro_batch: int) -> None:
+        self.moves.append(Move(FORWARD, stage, micro_batch))
+
+    def backward(self, stage: int, micro_batch: int, reduces: bool = False) -> None:
+        self.moves.append(Move(BACKWARD, stage, micro_batch, reduces=reduces))
+
+
+def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[Move, ...]:
+    """Return the moves that a text makes, proved next to those of the other ranks.
+
+    Raises:
+        ProgramError: it does not run, or what it does is wrong; names what.
+    """
+    where = str(path or NAME)
+    recorder = _Recorder(program.stage.hops, _rank(program), program.plan.parallel.pipeline)
+    try:
+        num, step = _functions(text, where)
+        step(recorder)
+    except ProgramError as error:
+        raise ProgramError(f"{where}{_at(error, where)}: {error}") from error
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ProgramError(
+            f"{where}{_at(error, where)}: {said}; it has a number MICRO_BATCHES, and a function "
+            "step(rt) that calls receive, forward, send and backward of rt"
+        ) from error
+    done = moves_of_all(program, num)
+    done[_rank(program)] = tuple(recorder.moves)
+    try:
+        check_moves(program, done, num, _puts_off(program))
+    except ProgramError as error:
+        raise ProgramError(f"{where}: {error}") from error
+    return tuple(recorder.moves)
+
+
+def _at(error: BaseException, where: str) -> str:
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
+    return f":{lines[-1]}" if lines else ""
+
+
+def _functions(text: str, where: str) -> tuple[int, Callable[[Any], None]]:
+    found: dict[str, Any] = {}
+    exec(compile(text, where, "exec"), found)  # as schedule.py is: Python that is executed
+    num, step = found.get("MICRO_BATCHES"), found.get("step")
+    if not isinstance(num, int) or num < 1 or not callable(step):
+        raise ProgramError("MICRO_BATCHES or step is missing")
+    return num, step
+
+
+class Steps:
+    """Returns the function `step` of pipeline.py for each number of micro-batches."""
+
+    def __init__(self, program: Planned) -> None:
+        self._program = program
+        self._known: dict[int, Callable[[Any], None]] = {}
+        if program.directory is not None and (program.directory / NAME).exists():
+            path = program.directory / NAME
+            num, step = _functions(path.read_text(encoding="utf-8"), str(path))
+            self._known[num] = step
+        self._is_given = bool(self._known)
+
+    def __call__(self, num: int) -> Callable[[Any], None]:
+        if num not in self._known:
+            if self._is_given:
+                raise PlanError(
+                    f"{self._program.directory / NAME} is for {next(iter(self._known))} "  # type: ignore[operator]
+                    f"micro-batches, and the batch is cut into {num}. Give a batch and "
+                    "Plan.parallel.micro_batches that fit it"
+                )
+            text = render_moves(self._program, num)
+            read_moves(self._program, text)
+            self._known[num] = _functions(text, f"<{NAME} of {num} micro-batches>")[1]
+        return self._known[num]
