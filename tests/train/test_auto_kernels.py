@@ -329,38 +329,16 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def swap_in_a_pipeline() -> tuple[list[Any], list[tuple[str, int]]]:
-    rank = int(os.environ["RANK"])
-    for kernels in ("inductor", "auto"):  # the first one warms the cache
-        torch.manual_seed(0)
-        parallel = {"pipeline": 2, "micro_batches": 2}
-        with compiled_at(2 + rank):
-            model = zerofx.compile(Deep(), {"kernels": kernels, "parallel": parallel}, **CPU)
-            found = []
-            for step in range(4):
-                model.zero_grad()
-                loss = model(batch(step))
-                loss.backward()
-                found.append((loss.detach().clone(), gradients(model)))
-    return found, forms(model)
+def kernels_of_a_pipeline() -> list[tuple[str, int]]:
+    parallel = {"pipeline": 2, "micro_batches": 2}
+    model = zerofx.compile(Deep(), {"kernels": "auto", "parallel": parallel}, **CPU)
+    model(batch(0)).backward()
+    return forms(model)
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_swap_together(pool: Pool) -> None:
-    torch.manual_seed(0)
-    plain, wanted = Deep(), []
-    for step in range(4):
-        plain.zero_grad()
-        loss = plain(batch(step))
-        loss.backward()
-        wanted.append((loss.detach(), gradients(plain)))
-    for found, said in pool.run(2, swap_in_a_pipeline, timeout_s=200.0):
-        assert said == [("inductor", 3)]
-        for (loss, grads), (wanted_loss, wanted_grads) in zip(found, wanted, strict=True):
-            torch.testing.assert_close(loss, wanted_loss, rtol=2e-4, atol=2e-6)
-            assert grads  # a stage has the gradients of its own layers
-            for name, grad in grads.items():
-                torch.testing.assert_close(grad, wanted_grads[name], rtol=2e-4, atol=2e-6)
+def test_stages_of_a_pipeline_wait_for_their_kernels(pool: Pool) -> None:
+    assert pool.run(2, kernels_of_a_pipeline, timeout_s=200.0) == [[("inductor", 1)]] * 2
 
 
 # -- real compilers -------------------------------------------------------------------------------

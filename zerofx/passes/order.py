@@ -23,9 +23,8 @@ from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.offload_shards import OffloadShards
-from zerofx.passes.open_losses import OpenLosses
 from zerofx.passes.overlap_values import OverlapValues
-from zerofx.passes.place import OpenProducts, Place
+from zerofx.passes.place import OpenLosses, OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.quantize import Quantize
 from zerofx.passes.release import Release

@@ -21,6 +21,7 @@ def test_the_order_in_reading_form() -> None:
         "fuse",
         "tile",
         "open-products",
+        "open-losses",
         "merge-tied",
         "place",
         "cut-stages",
@@ -93,7 +94,7 @@ def test_specs_name_every_option() -> None:
 
 
 def test_which_passes_change_numbers() -> None:
-    changing = ["cast", "fuse", "tile", "open-products", "place", "sync-buffers"]
+    changing = ["cast", "fuse", "tile", "open-products", "open-losses", "place", "sync-buffers"]
     assert [p.name for p in PASSES if not p.keeps_bits] == changing
 
 

@@ -26,11 +26,10 @@ from zerofx.layout.placements import Cut, P, Placement, R
 from zerofx.layout.styles import styles_of
 from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
 from zerofx.passes.merge_tied import MergeTied
-from zerofx.passes.open_losses import OpenLosses
 from zerofx.passes.order import Setting
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.pipeline import run
-from zerofx.passes.place import OpenProducts, Place
+from zerofx.passes.place import OpenLosses, OpenProducts, Place
 from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
 
