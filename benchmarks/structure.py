@@ -244,7 +244,14 @@ FOLDERS = (
     "",
     *("plan", "hardware", "layout", "policy", "capture", "ir", "ops", "passes", "passes/patterns"),
     *("analysis/memory", "analysis/time", "analysis/recompute", "codegen", "kernels", "model"),
-    *("runtime", "runtime/tensors", "runtime/store", "runtime/tiers", "runtime/wire", "runtime/regions"),
+    *(
+        "runtime",
+        "runtime/tensors",
+        "runtime/store",
+        "runtime/tiers",
+        "runtime/wire",
+        "runtime/regions",
+    ),
     *(
         "runtime/cuda_graph",
         "comm",
