@@ -259,6 +259,7 @@ class Placing:
     sent: Counter[str] = field(default_factory=Counter)
     whole: Counter[str] = field(default_factory=Counter)
     narrowed: dict[fx.Node, bool] = field(default_factory=dict)
+    named: Counter[str] = field(default_factory=Counter)
     streams: set[tuple[int, int]] = field(default_factory=set)
     batches: set[int] = field(default_factory=lambda: {1})
     odd: set[int] = field(default_factory=set)
@@ -352,6 +353,7 @@ class Placing:
                 continue
             if spec.role is Role.OUTPUT and isinstance(self.lies[node], Cut):
                 self.returned.append(spec.name)
+            self.at = node  # what is converted belongs to its phase
             results.append(self.to(node, self._due(spec)))
         self.graph.output(tuple(results))
 
@@ -667,7 +669,9 @@ class Placing:
         made = self._called(target, args, named)
         if "zfx" in made.meta:  # an equal view that exists already
             return made
-        made.name = node.name
+        again = self.named[node.name]  # a view is made twice, if it is read in two ways
+        self.named[node.name] += 1
+        made.name = f"{node.name}_again{again}" if again else node.name
         made.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": made.meta["val"]}
         set_info(made, placed=self._placed(node, gives, whole))
         return made
