@@ -18,7 +18,7 @@ from zerofx.capture import capture
 from zerofx.tools import cli
 from zerofx.tools.cli import fit
 from zerofx.tools.cli.app import EXAMPLES, app
-from zerofx.tools.views.room import limited, room, shortened
+from zerofx.tools.room import limited, room, shortened
 from zerofx.tools.words import counted
 
 GROUP: Any = typer.main.get_command(app)

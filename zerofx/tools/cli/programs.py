@@ -181,7 +181,7 @@ def check_output(option: str, path: Path | None, suffixes: tuple[str, ...] = ())
 def show(view: Any, as_json: bool) -> None:
     """Print a view as JSON, or as text that fits the terminal."""
     if not as_json:
-        from zerofx.tools.views.room import limited
+        from zerofx.tools.room import limited
 
         with limited(columns()):
             print_text(str(view))

@@ -9,7 +9,7 @@ from zerofx.analysis.time.forecast import Forecast
 from zerofx.analysis.time.measured import Measured, MeasuredMemory, MeasuredSpan
 from zerofx.analysis.time.steps import Lane
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.views.room import room
+from zerofx.tools.room import room
 from zerofx.tools.views.timeline import format_us
 from zerofx.tools.words import counted
 

@@ -13,7 +13,7 @@ from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.dump import dump_body
 from zerofx.ir.program import Planned
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.views.room import room, shortened
+from zerofx.tools.room import room, shortened
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.timeline import format_us
 

@@ -16,7 +16,7 @@ from zerofx.ir.program import Decision, Program
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
 from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
-from zerofx.tools.views.room import is_limited, room, shortened
+from zerofx.tools.room import is_limited, room, shortened
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.why import WhyView, explained, summary
 from zerofx.tools.words import counted

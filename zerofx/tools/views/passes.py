@@ -8,7 +8,7 @@ from typing import Any
 
 from zerofx.ir.program import Entry, Planned
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.views.room import room
+from zerofx.tools.room import room
 
 NAMES = 48  # columns of a pass
 

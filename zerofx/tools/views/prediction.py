@@ -14,8 +14,8 @@ from zerofx.hardware import Hardware
 from zerofx.ir.program import FORWARD
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
+from zerofx.tools.room import room
 from zerofx.tools.views.memory import MemoryView
-from zerofx.tools.views.room import room
 from zerofx.tools.views.schedule import title
 from zerofx.tools.views.timeline import WIDTH, TimelineView, format_rate, format_us
 from zerofx.tools.words import counted

@@ -21,7 +21,7 @@ from zerofx.ir.repeats import Layers, Row, collapse
 from zerofx.ir.spec import meanings
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.views.room import is_limited, room
+from zerofx.tools.room import is_limited, room
 from zerofx.tools.words import counted
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)  # always shown; others if used

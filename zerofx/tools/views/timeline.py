@@ -18,7 +18,7 @@ from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.timeline import Span, Timeline
 from zerofx.ir.text import as_text, without_numbers
 from zerofx.plan.sizes import format_bytes
-from zerofx.tools.views.room import room
+from zerofx.tools.room import room
 
 WIDTH = 72  # columns of a lane
 TAKEN, LEAST = 56, 24  # columns next to a lane, and of the shortest one
