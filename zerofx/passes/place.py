@@ -353,7 +353,8 @@ class Placing:
                 continue
             if spec.role is Role.OUTPUT and isinstance(self.lies[node], Cut):
                 self.returned.append(spec.name)
-            self.at = node  # what is converted belongs to its phase
+            if self.by_context:  # conversions of a result belong to its phase
+                self.at = node
             results.append(self.to(node, self._due(spec)))
         self.graph.output(tuple(results))
 
