@@ -24,7 +24,7 @@ from zerofx.ir.program import (
 )
 from zerofx.ir.sizes import Dim, Size, Sizes, Symbol, form
 from zerofx.ir.verify_values import SHORT
-from zerofx.layout.buckets import AXES, CONTEXT, Layout
+from zerofx.layout.buckets import AXES, Layout
 from zerofx.layout.placements import R
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
@@ -97,9 +97,10 @@ FACTS = schema.record(
         "slots": schema.sequence(_COUNT),
         "layout": schema.record(
             {
-                **{f"{axis}_size": schema.integer(1, 1 << 31) for axis in (*AXES, CONTEXT)},
+                **{f"{axis}_size": schema.integer(1, 1 << 31) for axis in AXES},
                 "buckets": schema.sequence(_BUCKET),
-            }
+            },
+            context_size=schema.integer(1, 1 << 31),  # 1 in directories of earlier versions
         ),
         "placeholders": schema.mapping(
             schema.one_of((FORWARD, BACKWARD)),

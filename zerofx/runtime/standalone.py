@@ -191,4 +191,5 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
         )
         for i, b in enumerate(facts["buckets"])
     )
-    return Layout(buckets, Mesh.of(**{axis: facts[f"{axis}_size"] for axis in (*AXES, CONTEXT)}))
+    sizes = {axis: facts[f"{axis}_size"] for axis in AXES}
+    return Layout(buckets, Mesh.of(context=facts.get("context_size", 1), **sizes))
