@@ -16,7 +16,7 @@ from zerofx.errors import PlanError, ProgramError
 from zerofx.ir.program import Planned
 from zerofx.ir.verify import check_moves
 from zerofx.policy import reduction, schedules
-from zerofx.policy.schedules import BACKWARD, FORWARD, Hop, Move
+from zerofx.policy.schedules import BACKWARD, FORWARD, Hop, PipelineMove
 
 NAME = "pipeline.py"
 _HEAD = '''"""{title}: what rank {rank} of the pipeline does in a training step, in order.
@@ -33,7 +33,7 @@ def step(rt):
 '''
 
 
-def moves_of_all(program: Planned, num: int) -> list[tuple[Move, ...]]:
+def moves_of_all(program: Planned, num: int) -> list[tuple[PipelineMove, ...]]:
     """Return what each rank of a program's pipeline does with so many micro-batches."""
     parallel = program.plan.parallel
     orders = schedules.orders(parallel.schedule, parallel.pipeline, num, parallel.interleave)
@@ -68,7 +68,7 @@ def render_moves(program: Planned, num: int | None = None) -> str:
     return _HEAD.format(title=title, rank=rank, num=num) + "".join(f"    {x}\n" for x in lines)
 
 
-def _line(move: Move) -> str:
+def _line(move: PipelineMove) -> str:
     if move.hop is not None:
         where = f"source={move.hop.source}, target={move.hop.target}"
         return f'rt.{move.verb}("{move.hop.name}", micro_batch={move.micro_batch}, {where})'
@@ -76,13 +76,13 @@ def _line(move: Move) -> str:
     return f"rt.{move.verb}(stage={move.stage}, micro_batch={move.micro_batch}{reduces})"
 
 
-class _Recorder:
+class _MoveCollector:
     """Stands for the runtime: notes each move in place of making it."""
 
     def __init__(self, hops: Sequence[Hop], rank: int, size: int) -> None:
         self._hops = {(hop.name, hop.source, hop.target): hop for hop in hops}
         self._rank, self._size = rank, size
-        self.moves: list[Move] = []
+        self.moves: list[PipelineMove] = []
 
     def _hop(self, verb: str, name: str, source: int, target: int) -> Hop:
         hop = self._hops.get((name, source, target))
@@ -100,27 +100,27 @@ class _Recorder:
 
     def receive(self, name: str, micro_batch: int, source: int, target: int) -> None:
         hop = self._hop("receive", name, source, target)
-        self.moves.append(Move("receive", target, micro_batch, hop))
+        self.moves.append(PipelineMove("receive", target, micro_batch, hop))
 
     def send(self, name: str, micro_batch: int, source: int, target: int) -> None:
         hop = self._hop("send", name, source, target)
-        self.moves.append(Move("send", source, micro_batch, hop))
+        self.moves.append(PipelineMove("send", source, micro_batch, hop))
 
     def forward(self, stage: int, micro_batch: int) -> None:
-        self.moves.append(Move(FORWARD, stage, micro_batch))
+        self.moves.append(PipelineMove(FORWARD, stage, micro_batch))
 
     def backward(self, stage: int, micro_batch: int, reduces: bool = False) -> None:
-        self.moves.append(Move(BACKWARD, stage, micro_batch, reduces=reduces))
+        self.moves.append(PipelineMove(BACKWARD, stage, micro_batch, reduces=reduces))
 
 
-def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[Move, ...]:
+def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[PipelineMove, ...]:
     """Return the moves that a text makes, proved next to those of the other ranks.
 
     Raises:
         ProgramError: it does not run, or what it does is wrong; names what.
     """
     where = str(path or NAME)
-    recorder = _Recorder(program.stage.hops, _rank(program), program.plan.parallel.pipeline)
+    recorder = _MoveCollector(program.stage.hops, _rank(program), program.plan.parallel.pipeline)
     try:
         num, step = _functions(text, where)
         step(recorder)

@@ -319,7 +319,10 @@ def _check_schedule(programs: Sequence[Planned]) -> None:
 
 
 def check_moves(
-    program: Planned, done: Sequence[Sequence[schedules.Move]], num: int, puts_off: bool = True
+    program: Planned,
+    done: Sequence[Sequence[schedules.PipelineMove]],
+    num: int,
+    puts_off: bool = True,
 ) -> None:
     """Check what the ranks of a pipeline do in a training step.
 
@@ -347,7 +350,7 @@ def check_moves(
         raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}")
 
 
-def _overrun(program: Planned, rank: int, moves: Sequence[schedules.Move], num: int) -> str:
+def _overrun(program: Planned, rank: int, moves: Sequence[schedules.PipelineMove], num: int) -> str:
     """Return in which stage more micro-batches are under way than its memory is counted for."""
     parallel = program.plan.parallel
     size = parallel.pipeline

@@ -154,7 +154,7 @@ class Hop:
 
 
 @dataclass(frozen=True)
-class Move:
+class PipelineMove:
     """One thing that a rank does in a training step.
 
     verb: "forward" or "backward" runs that half of `stage` on a micro-batch, as soon as what it
@@ -177,7 +177,7 @@ class Move:
 
 def moves(
     orders: Sequence[Sequence[Action]], hops: Sequence[Hop], puts_off: bool = True
-) -> list[tuple[Move, ...]]:
+) -> list[tuple[PipelineMove, ...]]:
     """Return what each rank does.
 
     It begins to receive what an action reads together with the action before it. What one rank
@@ -212,7 +212,7 @@ def _sends(
 def _moves_of(
     rank: int, size: int, order: Sequence[Action], hops: Sequence[Hop],
     coming: dict[int, list[tuple[Hop, int]]], puts_off: bool,
-) -> Iterator[Move]:  # fmt: skip
+) -> Iterator[PipelineMove]:  # fmt: skip
     begun = dict.fromkeys(coming, 0)
     last = {a.turn: i for i, a in enumerate(order) if a.graph == BACKWARD}
     for i, action in enumerate(order):
@@ -226,14 +226,14 @@ def _moves_of(
                 ]
                 upto = max(needed, default=0)
                 for hop, micro_batch in values[begun[source] : upto]:
-                    yield Move("receive", hop.target, micro_batch, hop)
+                    yield PipelineMove("receive", hop.target, micro_batch, hop)
                 begun[source] = max(begun[source], upto)
         stage = action.turn * size + rank
         reduces = action.graph == BACKWARD and (not puts_off or last[action.turn] == i)
-        yield Move(action.graph, stage, action.micro_batch, reduces=reduces)
+        yield PipelineMove(action.graph, stage, action.micro_batch, reduces=reduces)
         for hop in hops:
             if hop.graph == action.graph and hop.source == stage and hop.target % size != rank:
-                yield Move("send", stage, action.micro_batch, hop)
+                yield PipelineMove("send", stage, action.micro_batch, hop)
 
 
 @dataclass
@@ -253,7 +253,7 @@ class _Conduct:
     sent: set[tuple[Hop, int]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
 
-    def fault(self, move: Move) -> str:
+    def fault(self, move: PipelineMove) -> str:
         """Return what is wrong with a move, an empty text if nothing is; it is made then."""
         if move.hop is None:
             return self._run(move)
@@ -266,7 +266,7 @@ class _Conduct:
         book.add((move.hop, move.micro_batch))
         return ""
 
-    def _run(self, move: Move) -> str:
+    def _run(self, move: PipelineMove) -> str:
         stage, number = move.stage, move.micro_batch
         is_backward = move.verb == BACKWARD
         if (move.verb, stage, number) in self.ran:
@@ -301,15 +301,15 @@ class _Conduct:
         for number in range(micro_batches):
             for graph in (FORWARD, BACKWARD):
                 if (graph, stage, number) not in self.ran:
-                    return f"{Move(graph, stage, number)} is missing"
+                    return f"{PipelineMove(graph, stage, number)} is missing"
             for hop in sends:
                 if (hop, number) not in self.sent:
-                    return f"{Move('send', stage, number, hop)} is missing"
+                    return f"{PipelineMove('send', stage, number, hop)} is missing"
         return "" if stage in self.reduced else f"no backward of stage {stage} reduces gradients"
 
 
 def fault_of(
-    rank: int, size: int, done: Sequence[Move], hops: Sequence[Hop], stages: Sequence[int],
+    rank: int, size: int, done: Sequence[PipelineMove], hops: Sequence[Hop], stages: Sequence[int],
     micro_batches: int, puts_off: bool = True,
 ) -> str:  # fmt: skip
     """Return what is wrong with one rank's moves by themselves, an empty text if nothing is."""
@@ -328,7 +328,7 @@ def fault_of(
 Travelling = dict[tuple[int, int], list[tuple[Hop, int]]]  # from rank to rank, in order
 
 
-def stuck(done: Sequence[Sequence[Move]]) -> list[Move | None]:
+def stuck(done: Sequence[Sequence[PipelineMove]]) -> list[PipelineMove | None]:
     """Run the moves of all ranks on paper; return where each is stuck, nothing if all end.
 
     What one rank sends another is taken in the order in which the other begins to receive. A rank
@@ -349,7 +349,7 @@ def stuck(done: Sequence[Sequence[Move]]) -> list[Move | None]:
         wanted = hop, micro_batch
         return wanted in posted and posted.index(wanted) < len(sent.get(way_of(hop), []))
 
-    def can_run(move: Move) -> bool:
+    def can_run(move: PipelineMove) -> bool:
         if move.hop is None:
             reads = [h for h in received if (h.graph, h.target) == (move.verb, move.stage)]
             return all(has_come(hop, move.micro_batch) for hop in reads)
@@ -375,7 +375,7 @@ def stuck(done: Sequence[Sequence[Move]]) -> list[Move | None]:
     return [mine[i] if i < len(mine) else None for i, mine in zip(at, done, strict=True)]
 
 
-def mismatch(done: Sequence[Sequence[Move]]) -> str:
+def mismatch(done: Sequence[Sequence[PipelineMove]]) -> str:
     """Return which rank receives something else than the other sends, an empty text if none."""
     size = len(done)
     for source in range(size):

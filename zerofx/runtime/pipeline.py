@@ -60,7 +60,7 @@ class OwnStage:
 
 
 @dataclass
-class _Step:
+class _TrainingStep:
     """A training step under way: what it runs on, and what stands between its moves."""
 
     micro_batches: Sequence[list[Any]]
@@ -111,7 +111,7 @@ class PipelineRun:
         }
         self._sending: dict[Parcel, deque[tuple[Work, Tensor]]] = {}
         self._receiving: dict[tuple[Parcel, int], tuple[Tensor, Work]] = {}
-        self._step: _Step | None = None
+        self._step: _TrainingStep | None = None
         digest = hashlib.sha256(self.part.digest.encode()).hexdigest()[:12]
         self._digest = f"pipeline={self.part.schedule}:{digest}"
 
@@ -144,7 +144,7 @@ class PipelineRun:
 
     # -- the two kinds of calls -----------------------------------------------------------------
     def _infer(self, leaves: list[Any]) -> list[Tensor]:
-        self._step = step = _Step([leaves], [(self.executable.seed(), 0)])
+        self._step = step = _TrainingStep([leaves], [(self.executable.seed(), 0)])
         outs: dict[int, list[Tensor]] = {}
         with self.executable.guard(leaves), torch.no_grad():
             for position, (_, part) in sorted(self._stages.items()):
@@ -176,7 +176,7 @@ class PipelineRun:
         engine, part, num = self._engine, self.part, len(micro_batches)
         engine.store.grads.rest()
         seeds = [(self.executable.seed(), self.executable.seed()) for _ in range(num)]
-        step = self._step = _Step(micro_batches, seeds, left=num * len(self._stages))
+        step = self._step = _TrainingStep(micro_batches, seeds, left=num * len(self._stages))
         moves = self._moves(num)
         names = [n for n in part.trained if n in engine.store.params]
         with self.executable.guard(micro_batches[0]), torch.no_grad():
@@ -245,7 +245,7 @@ class PipelineRun:
     def _is_mine(self, stage: int) -> bool:
         return stage in self._stages
 
-    def _forward(self, step: _Step, stage: int, micro_batch: int) -> list[Tensor]:
+    def _forward(self, step: _TrainingStep, stage: int, micro_batch: int) -> list[Tensor]:
         executable, part = self._stages[stage]
         received = self._take(step, part.taken[FORWARD], micro_batch)
         given = [*step.micro_batches[micro_batch], *(received[c.leaf] for c in part.taken[FORWARD])]
@@ -295,7 +295,7 @@ class PipelineRun:
 
     # -- transfers --------------------------------------------------------------------------------
     def _take(
-        self, step: _Step, crossings: Sequence[Parcel], micro_batch: int
+        self, step: _TrainingStep, crossings: Sequence[Parcel], micro_batch: int
     ) -> dict[int, Tensor]:
         """Wait for what a graph reads; return it by leaf."""
         found: dict[int, Tensor] = {}
