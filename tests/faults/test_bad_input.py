@@ -155,7 +155,7 @@ def test_more_ranks_than_a_machine_without_a_network_has(
         assert "one node of 2 devices without a network. The world is 4 ranks. Give at" in text
     program = zerofx.capture(nn.Linear(4, 4), (torch.zeros(2, 4),))
     for given, world in ((program, 4), (zerofx.rewrite(program, None, 4), 1)):
-        with pytest.raises(PlanError, match="the world is 4 ranks"):
+        with pytest.raises(PlanError, match="The world is 4 ranks"):
             zerofx.predict(given, hardware="cpu-box", world_size=world)
     with pytest.raises(PlanError, match="Capture a model first"):
         zerofx.predict(nn.Linear(4, 4), hardware="cpu-box")  # type: ignore[arg-type]

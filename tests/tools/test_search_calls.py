@@ -19,6 +19,7 @@ from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
 from zerofx.tools.search.family import ModelFamily
 from zerofx.tools.targets import Target
+from zerofx.tools.views.timeline import format_rate
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_without_tokens_samples_are_counted() -> None:
     best = view.to_dict()["best"]
     assert best["tokens_per_s"] == 0
     assert best["samples_per_s"] == pytest.approx(8e6 / view.best.step_us)
-    assert f"{view.best.samples_per_s:,.0f} samples/s" in view.to_yaml()
+    assert f"{format_rate(view.best.samples_per_s)} samples/s" in view.to_yaml()
     assert " us " in str(view) and "0.0 ms" not in str(view)  # a step of less than a millisecond
     with pytest.raises(PlanError, match="100 tokens per step are given, and no input of 'images'"):
         zerofx.search(images(), hardware="dgx-h100", world_size=2, batch_tokens=100)
@@ -122,7 +123,7 @@ def test_what_is_done_is_said() -> None:
     assert any("capturing 'fixed', 4 samples" in what for what in passing)
     assert "1 plan priced" in passing
     assert any(
-        "the fastest within 78.5 GiB a device" in what for what, passed in said if not passed
+        "the fastest within 78.5 GiB per device" in what for what, passed in said if not passed
     )
 
 
