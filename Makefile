@@ -1,5 +1,5 @@
 # make demo      train a byte-level GPT on two ranks, and show what was compiled
-# make test      lint, types, and every test that is not slow (about 10 minutes on 2 cores)
+# make test      lint, types, and every test that is not slow (10 to 25 minutes on 2 cores)
 # make test-slow one slice of the slow tests, SLICE=3 or the one whose turn it is at this commit
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make faults    damaged and crafted input of every kind, COUNT=50000, and pairs of jobs that are killed
@@ -58,7 +58,7 @@ format: $(STAMP)
 	$(PY) -m ruff format .
 
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
+	$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_FLAGS)
 
 test-slow: $(STAMP)
 	$(PY) tests/slices.py run $(SLICE)

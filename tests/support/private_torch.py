@@ -33,6 +33,7 @@ NOT_TORCH = {
     "_current_frames": "Python",
     "_getframe": "Python",
     "_replace": "Python",
+    "_exit": "Python",
     "_experts_implementation": "transformers",
     "_get_grad": "the getter of a property",
     "_init_weights": "transformers",

@@ -240,7 +240,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_every_page_is_reached_from_the_readme() -> None:
-    """By links, over any number of pages, so that no page is written for nobody."""
+    """By links, over any number of pages: a page that no link reaches would not be read."""
     seen: set[Path] = set()
     todo = [README]
     while todo:

@@ -180,7 +180,7 @@ def test_a_view_goes_without_times_where_the_hardware_lacks_what_is_used(tmp_pat
 
 def test_hardware_without_nvme_is_named() -> None:
     plan = {"offload": {"optimizer": "nvme", "path": "/scratch"}}
-    with pytest.raises(PlanError, match="NVMe, and cpu-box has none; take another tier"):
+    with pytest.raises(PlanError, match=r"NVMe, and cpu-box has none\. Use another tier"):
         predicted(gpt(), plan, "cpu-box", 1)
 
 

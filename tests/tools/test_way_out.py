@@ -93,7 +93,7 @@ def test_where_no_plan_fits_the_closest_and_its_ranks_are_named() -> None:
 
 def test_a_device_smaller_than_what_the_framework_takes() -> None:
     text = str(predicted(gpt(), WIDE, with_memory(-(512 * MIB)), 4))
-    assert ", 0 B there" in text and "no other plan could be tried" not in text
+    assert ", 0 B available" in text and "no other plan could be tried" not in text
 
 
 def test_what_the_loop_holds_counts_for_the_nearest_plan() -> None:

@@ -212,7 +212,7 @@ def with_little_space(folder: str, free: int, ranks: list[int]) -> str:
 def test_too_little_space_is_said_before_step_0(tmp_path: Path) -> None:
     told = with_little_space(str(tmp_path), 65536, [0])
     layout = made("gpt", "adamw", {"kernels": "aten", **tiers(str(tmp_path))})[0]._engine.layout
-    assert f"need {sized(far_bytes(layout, keeps=True))} (rank 0) but 64.0 KiB" in told
+    assert f"need {sized(far_bytes(layout, keeps=True))} (rank 0), but 64.0 KiB" in told
     gc.collect()
     assert not list(tmp_path.iterdir())
 

@@ -24,7 +24,7 @@ from zerofx.runtime.cuda_graph.recorder import CudaRecorder, check_recordable
 
 # -- refused by name --------------------------------------------------------------------------
 def test_a_cpu_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"needs a CUDA device, but the model is on cpu; pass dev"):
+    with pytest.raises(PlanError, match=r"needs a CUDA device, but the model is on cpu. Pass dev"):
         zerofx.compile(nn.Linear(2, 2), Plan(cuda_graph=True), device="cpu")
 
 

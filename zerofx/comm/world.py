@@ -76,7 +76,7 @@ class World:
         self.backend = backend
         axes = {name: Axis() for name in (*AXES, CONTEXT)} | dict(axes)
         self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
-        self.rank = self.mesh.rank({name: axes[name].rank for name in AXES})
+        self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
         self.size = self.mesh.num_ranks
         self._axes, self._whole, self._shard = dict(axes), whole, axes["shard"]
         self.shard_rank, self.shard_size = self._shard.rank, self._shard.size

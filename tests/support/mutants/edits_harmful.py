@@ -109,7 +109,7 @@ def math_changed(directory: Path) -> None:
     source.write()
 
 
-@harmful(r"the engine has no call gather; it has all_gather, all_reduce,")
+@harmful(r"the engine has no call gather; it has all_gather, all_gather_blocks,")
 def unknown_call(directory: Path) -> None:
     edited(directory, r"rt.all_gather\(shards\[2\]", "rt.gather(shards[2]")
 

@@ -141,7 +141,7 @@ def test_what_compiled_cannot_say_is_refused(models: str) -> None:
     program = zerofx.rewrite(zerofx.capture(Small(), (torch.zeros(4, 16), torch.zeros(4, 64))))
     with pytest.raises(PlanError, match="basis = 'inductor': allowed are 'aten', 'compiled'"):
         program.memory(basis="inductor")
-    with pytest.raises(PlanError, match=r"compiled for cpu, and dgx-h100 is cuda. Take basis='at"):
+    with pytest.raises(PlanError, match=r"compiled for cpu, and dgx-h100 is cuda. Use basis='at"):
         zerofx.predict(program, hardware="dgx-h100", basis="compiled")
     assert program.hardware is default_hardware()  # what predict was given is not the program's
 

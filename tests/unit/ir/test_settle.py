@@ -44,7 +44,7 @@ def test_a_pass_that_makes_a_number_of_a_size_is_found() -> None:
     for node in program.graph("joint").nodes:
         if node.target is torch.ops.aten.view.default:
             node.args = (node.args[0], [int(n) for n in node.args[1]])
-    with pytest.raises(ProgramError, match=r"a number of x\.shape\[0\], which varies"):
+    with pytest.raises(ProgramError, match=r"fixed the value of x\.shape\[0\], which varies"):
         take_forms(program)
 
 

@@ -249,7 +249,7 @@ def test_it_is_proved_within_its_error() -> None:
 
     program = rewritten()
     verify(program)
-    assert "but for gather_blocks: each value is within 0.00394" in str(ProofView.of(program))
+    assert "except for gather_blocks: each value is within 0.00394" in str(ProofView.of(program))
     exact = program.clone()
     exact.plan = CHOICE.plan()
     with pytest.raises(

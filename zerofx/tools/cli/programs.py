@@ -184,7 +184,12 @@ def show(view: Any, as_json: bool) -> None:
         from zerofx.tools.room import limited
 
         with limited(columns()):
-            print_text(str(view))
+            text = str(view)
+        if getattr(view, "keeps_lines", False):
+            done()
+            typer.echo(text)
+        else:
+            print_text(text)
         return
     text = json.dumps(view.to_dict(), indent=1)
     done()

@@ -17,11 +17,16 @@ NAMES = 48  # columns of a pass
 class PassesView:
     """The pipeline: (spec, purpose) of each pass; with a program, its history too.
 
-    Without a program, `--pipeline` can read the text back.
+    Without a program, `--pipeline` can read the text back, so that its lines are never wrapped.
     """
 
     passes: tuple[tuple[str, str], ...]
     history: tuple[Entry, ...] = ()
+
+    @property
+    def keeps_lines(self) -> bool:
+        """Whether the text is meant to be read back, line by line."""
+        return not self.history
 
     @classmethod
     def of(cls, passes: Sequence[Any], program: Planned | None = None) -> PassesView:
