@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import Died, Pool, RemoteTraceback
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from zerofx.errors import PlanError
 
@@ -36,6 +38,17 @@ def test_an_error_comes_back_with_its_traceback(pool: Pool) -> None:
     cause = caught.value.__cause__
     assert isinstance(cause, RemoteTraceback) and "in rank_one_errs" in str(cause)
     assert pool.run(2, who, "hello")[1] == ("hello", 1, 2, 1)
+
+
+def meshes_of_results() -> list[bool]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    return [each.device_mesh is mesh for each in (cut, torch.zeros_like(cut), cut + cut)]
+
+
+def test_dtensors_lie_on_the_mesh_of_their_own_job(pool: Pool) -> None:
+    for _ in range(2):
+        assert pool.run(2, meshes_of_results) == [[True] * 3] * 2
 
 
 def dies() -> None:

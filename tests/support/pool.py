@@ -109,14 +109,6 @@ class Pool:
         _raise_failures(function, answers, stacks, world_size, timeout_s)
         return [answers[rank][1] for rank in range(world_size)]
 
-    def renew(self) -> None:
-        """Let the next jobs run in new processes.
-
-        For tests of what torch keeps for the life of a process: its meshes find their groups by
-        names, which come again with every process group that is made.
-        """
-        self.close()
-
     def close(self) -> None:
         """End every worker."""
         for world_size in list(self._teams):
@@ -249,11 +241,19 @@ def _job(function: str, args: tuple, store: str, rank: int, size: int) -> Any:
 
 
 def _forget_meshes() -> None:
-    """Let torch forget results of DTensors, whose meshes have groups that are gone."""
-    from torch.distributed.tensor import DTensor
+    """Let torch forget what it worked out for DTensors of meshes whose process groups are gone.
 
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    It finds a result's placement by the equality of meshes, which does not look at their groups: a
+    later job's tensors would come to lie on a mesh of an earlier one, and their collectives would
+    use its dead groups, which now and then hangs.
+    """
+    from torch.distributed.tensor import _redistribute, debug
+
+    debug._clear_sharding_prop_cache()
+    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
+        clear: Any = getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)
+        clear()
+    getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
 def _portable(error: BaseException) -> BaseException:

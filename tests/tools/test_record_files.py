@@ -18,7 +18,7 @@ from zerofx.tools.views.recording import load_recording
 def test_text_and_file(tmp_path: Path) -> None:
     _, model, recording = train(3, True)
     text = str(recording)
-    assert "measured on rank 0 (cpu), medians of 2 steps" in text and "forward region" in text
+    assert "measured on rank 0 (cpu), medians of 2 steps" in text and " region " in text
     lane = next(line for line in text.splitlines() if line.startswith("compute "))
     assert "#" in lane
     for name in ("run.json", "run.json.gz"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import foreign_checkpoints
 import pytest
@@ -193,7 +194,6 @@ def read_folder(folder: str, plan: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_torch_saves_and_loads_parts(pool: Pool, tmp_path: Path, ranks: int) -> None:
-    pool.renew()  # torch's broadcast of states hung once in processes that had made many meshes
     folder = str(tmp_path / "dcp")
     for expected, *found in pool.run(ranks, by_torch, folder):
         for each in found:
@@ -300,7 +300,9 @@ def steps(kind: str, plan: dict[str, Any] | None, folder: str = "") -> tuple[Sta
     norms = []
     for step in range(4):
         model(**batch("blocks", seed=step)).loss.backward()
-        optimizer.step()
+        # torch's Muon computes in bfloat16, where 1e-7 in a gradient becomes 1e-2 of an update.
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
+            optimizer.step()
         optimizer.zero_grad()
         if kind in ("clipped", "lamb"):
             norms.append(float(optimizer.grad_norm))
