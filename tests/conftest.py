@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Write what a slice found; else what the full matrix found, where it ran, as a table."""
+    """Write what a slice found; else how training compared, where that was tested, as a table."""
     if hasattr(config, "workerinput"):
         return  # one of several processes, which knows of its own tests only
     stats = terminalreporter.stats
@@ -105,4 +105,4 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     reports = [r for kind in ("passed", "failed") for r in stats.get(kind, [])]
     path = matrix_table.write(Path(__file__).parents[1] / "build", matrix_table.rows(reports))
     if path is not None:
-        terminalreporter.write_line(f"the full matrix: {path}")
+        terminalreporter.write_line(f"how training compared: {path}")

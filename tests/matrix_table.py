@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 PROPERTY = "matrix"
-HEAD = "| model | kernels | ranks | cells | worst loss | worst model |\n|---|---|---|---|---|---|\n"
+HEAD = "| model | kernels | ranks trained | worst loss | worst model |\n|---|---|---|---|---|\n"
 
 
 def rows(reports: list[Any]) -> list[str]:
     """Return the lines of all reports that have one; each is a test's user property."""
     found = [p for r in reports for key, p in getattr(r, "user_properties", ()) if key == PROPERTY]
     return sorted(
-        f"| {name} | {kernels} | {world} | {cells} | {loss:.1e} | {model:.1e} |\n"
-        for name, kernels, world, cells, loss, model in found
+        f"| {name} | {kernels} | {ranks} | {loss:.1e} | {model:.1e} |\n"
+        for name, kernels, ranks, loss, model in found
     )
 
 
@@ -23,6 +23,6 @@ def write(folder: Path, rows: list[str]) -> Path | None:
     if not rows:
         return None
     folder.mkdir(exist_ok=True)
-    path = folder / "full-matrix.md"
+    path = folder / "training-matrix.md"
     path.write_text(HEAD + "".join(sorted(rows)), encoding="utf-8")
     return path

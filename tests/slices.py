@@ -64,7 +64,7 @@ class Outcome:
     passed: bool = False
     times: dict[str, float] = field(default_factory=dict)  # test -> seconds, as they ran
     failed: list[str] = field(default_factory=list)
-    matrix: list[str] = field(default_factory=list)  # rows of build/full-matrix.md
+    matrix: list[str] = field(default_factory=list)  # rows of build/training-matrix.md
     problem: str = ""  # why the slice failed, if not through a test
 
     @property

@@ -103,7 +103,7 @@ def test_all_goes_on_where_it_stopped(
     monkeypatch.setattr(slices, "run", run)
     assert slices.run_all(1) is last_passes
     assert ran == [2, 3]
-    assert (build / "build" / "full-matrix.md").read_text().endswith("| 1 |\n| 2 |\n| 3 |\n")
+    assert (build / "build" / "training-matrix.md").read_text().endswith("| 1 |\n| 2 |\n| 3 |\n")
 
 
 def test_what_pytest_found_is_kept(build: Path) -> None:

@@ -85,18 +85,6 @@ def train(case_name: str, plan: dict[str, Any], *options: Any, **named: Any) -> 
     return _follow(case_name, model, plan, Choice(*options, **named))
 
 
-def train_row(case_name: str, plan: dict[str, Any], choices: list[Choice]) -> list[Report]:
-    """Run on every rank, one choice after the other, with what the first call compiles."""
-    known: dict[Any, Any] = {}
-    reports = []
-    for choice in choices:
-        model = zerofx.compile(CASES[case_name].make(), plan)
-        model._programs.known.update(known)
-        reports.append(_follow(case_name, model, plan, choice))
-        known = model._programs.known
-    return reports
-
-
 def _follow(
     case_name: str, model: zerofx.CompiledModule, plan: dict[str, Any], choice: Choice
 ) -> Report:
@@ -129,7 +117,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, choice: Choice) ->
     optimizer.zero_grad()
 
 
-@lru_cache(maxsize=8)  # what the full matrix asks for again at each plan
+@lru_cache(maxsize=8)
 def _reference(case_name: str, world: int, precision: str, choice: Choice) -> Run:
     """Train in one process, each rank's micro-batches in turn."""
     case, dtype = CASES[case_name], FORMATS[precision]
