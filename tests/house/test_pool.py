@@ -14,6 +14,7 @@ from pool import Died, Pool, RemoteTraceback
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import zerofx
 from zerofx.errors import PlanError
 
 
@@ -49,6 +50,23 @@ def meshes_of_results() -> list[bool]:
 def test_dtensors_lie_on_the_mesh_of_their_own_job(pool: Pool) -> None:
     for _ in range(2):
         assert pool.run(2, meshes_of_results) == [[True] * 3] * 2
+
+
+def compiles() -> None:
+    for _ in range(3):
+        zerofx.compile(torch.nn.Linear(2, 2), {"kernels": "aten"})
+
+
+def number_of_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_groups_of_a_job_end_with_it(pool: Pool) -> None:
+    pool.renew()
+    before = pool.run(2, number_of_threads)
+    pool.run(2, compiles)
+    assert pool.run(2, number_of_threads) == before
 
 
 def dies() -> None:

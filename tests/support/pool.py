@@ -24,6 +24,7 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -108,6 +109,14 @@ class Pool:
             self._stop(world_size)
         _raise_failures(function, answers, stacks, world_size, timeout_s)
         return [answers[rank][1] for rank in range(world_size)]
+
+    def renew(self) -> None:
+        """Let the next jobs run in new processes.
+
+        For tests of torch's own collectives of DTensors: in processes that had run hundreds of jobs
+        one of these has hung now and then, with all ranks inside the same call.
+        """
+        self.close()
 
     def close(self) -> None:
         """End every worker."""
@@ -238,14 +247,14 @@ def _job(function: str, args: tuple, store: str, rank: int, size: int) -> Any:
             dist.destroy_process_group()
         _forget_meshes()
         gc.collect()
+        _end_groups()
 
 
 def _forget_meshes() -> None:
     """Let torch forget what it worked out for DTensors of meshes whose process groups are gone.
 
     It finds a result's placement by the equality of meshes, which does not look at their groups: a
-    later job's tensors would come to lie on a mesh of an earlier one, and their collectives would
-    use its dead groups, which now and then hangs.
+    later job's tensors would come to lie on a mesh of an earlier one, whose groups are dead.
     """
     from torch.distributed.tensor import _redistribute, debug
 
@@ -254,6 +263,17 @@ def _forget_meshes() -> None:
         clear: Any = getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)
         clear()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
+
+
+def _end_groups() -> None:
+    """Drop the process groups that zerofx keeps for a next world: their job is over.
+
+    Each has threads that wake up a hundred times a second, in workers that wait for a job, too.
+    """
+    groups = sys.modules.get("zerofx.comm.groups")
+    if groups is not None:
+        groups._KEPT.clear()
+        gc.collect()  # of the meshes that hold them
 
 
 def _portable(error: BaseException) -> BaseException:
