@@ -73,7 +73,7 @@ class Job:
             return torch.compile(model)  # type: ignore[return-value]
         import zerofx  # imported here, so that torch.compile's processes do not import it
 
-        return zerofx.compile(model, zerofx.Plan(), device="cpu")
+        return zerofx.compile(model, zerofx.Plan(kernels="inductor"), device="cpu")
 
 
 def start(system: str, layers: int, options: argparse.Namespace, caches: Path) -> dict[str, Any]:

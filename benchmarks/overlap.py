@@ -56,7 +56,8 @@ class Training:
 
     def __init__(self, config: GPTConfig, x: Tensor, y: Tensor, **plan: Any) -> None:
         torch.manual_seed(SEED)
-        self.model = zerofx.compile(GPT(config), zerofx.Plan(stage=3, **plan), device="cpu")
+        plan = {"stage": 3, "kernels": "inductor", **plan}
+        self.model = zerofx.compile(GPT(config), plan, device="cpu")
         self._optimizer = flat_adamw(self.model)
         self._batch = x, y
         for _ in range(WARMUP_STEPS):

@@ -57,7 +57,7 @@ def test_same_training(pool: Any, name: str) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_inductor_trains_alike(pool: Any, stage: int) -> None:
-    for report in pool.run(2, train, "gpt", {"stage": stage}, timeout_s=300):
+    for report in pool.run(2, train, "gpt", {"stage": stage, "kernels": "inductor"}, timeout_s=300):
         judge(report, "sgd")
 
 

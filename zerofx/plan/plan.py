@@ -90,12 +90,11 @@ class Plan:
     numerics: "bitwise", or "fast": passes may change rounding. The loss head is then computed in
         chunks and never holds all logits, and on a GPU norms, gated activations and rotary
         embeddings use the fused kernels of zerofx.
-    kernels: "inductor" (each structure is compiled once, before the first step), "aten" (regions
-        run op by op), or "auto": the first steps run on ATen while other processes compile the
-        regions, and one call, the same on all ranks, swaps in all of them together. Runs are
+    kernels: "auto": the first steps run on ATen while other processes compile each structure of
+        regions once, and one call, the same on all ranks, swaps in all of them together. Runs are
         repeatable to the bit up to that call. On a GPU, in pipelines, under a memory_budget and
-        with cuda_graph, "auto" waits as "inductor" does. `model.zerofx.kernels` says which form
-        runs.
+        with cuda_graph it waits as "inductor" does, which compiles before the first step. "aten"
+        compiles nothing: regions run op by op. `model.zerofx.kernels` says which form runs.
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).
     max_programs: how many programs are kept ready to run. A further one replaces the least
         recently used one, with one warning.
@@ -135,7 +134,7 @@ class Plan:
     quantized_gradients: bool = spec_field(False, flag)
     buffers: str = spec_field("rank0", one_of("rank0", "local"))
     numerics: str = spec_field("bitwise", one_of("bitwise", "fast"))
-    kernels: str = spec_field("inductor", one_of("inductor", "auto", "aten"))
+    kernels: str = spec_field("auto", one_of("auto", "inductor", "aten"))
     cuda_graph: bool = spec_field(False, flag)
     max_programs: int = spec_field(16, whole(1))
     dynamic: str | Patterns = spec_field("auto", read_dynamic)

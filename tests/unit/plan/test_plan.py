@@ -117,7 +117,7 @@ def test_defaults_are_the_contract() -> None:
         "quantized_gradients": False,
         "buffers": "rank0",
         "numerics": "bitwise",
-        "kernels": "inductor",
+        "kernels": "auto",
         "cuda_graph": False,
         "max_programs": 16,
         "dynamic": "auto",

@@ -66,7 +66,7 @@ def test_a_region_of_views_alone_runs_as_it_stands(
     for start in range(2):
         torch.manual_seed(0)
         before = CompileCount.compiled
-        model = zerofx.compile(make(), zerofx.Plan(stage=3))
+        model = zerofx.compile(make(), zerofx.Plan(kernels="inductor"))
         model(x).backward()
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(q.grad, p.grad)
@@ -135,7 +135,7 @@ for count in map(int, sys.argv[1:]):
     if "model" not in globals():
         torch.manual_seed(0)
         plain, x = Mean(), torch.randn(256, 64)
-        model = zerofx.compile(plain, zerofx.Plan(stage=3))
+        model = zerofx.compile(plain, zerofx.Plan(kernels="inductor"))
         torch.manual_seed(0)
         plain = Mean()
     plain.zero_grad(); model.zero_grad()
@@ -351,7 +351,7 @@ def check_trains_as_plain() -> zerofx.CompiledModule:
     plain, x = TwoLayers(), torch.randn(3, 4)
     plain(x).backward()
     torch.manual_seed(0)
-    model = zerofx.compile(TwoLayers(), zerofx.Plan(stage=3))
+    model = zerofx.compile(TwoLayers(), zerofx.Plan(kernels="inductor"))
     model(x).backward()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(q.grad, p.grad)
@@ -440,7 +440,7 @@ def test_regions_that_make_tensors_are_compiled(
 ) -> None:
     monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path))
     plain = Masked()
-    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(dynamic=dynamic))
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(dynamic=dynamic, kernels="inductor"))
     for length in (3, 5, 7):
         x = torch.randn(length, 4)
         torch.testing.assert_close(model(x), plain(x))

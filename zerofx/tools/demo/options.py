@@ -31,7 +31,7 @@ class Options:
     batch: int = option(4, "sequences per rank and step")
     dropout: float = option(0.0, "dropout probability")
     lr: float = option(4e-3, "highest learning rate of AdamW")
-    kernels: str = option("inductor", "inductor, auto or aten")
+    kernels: str = option("auto", "auto, inductor or aten")
     out: str = option("zerofx-demo", "folder for the results")
     resume: str = option("", "folder of a snapshot to continue from, with the same model options")
 
