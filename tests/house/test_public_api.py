@@ -22,6 +22,8 @@ import zerofx.tools.cli
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 GOLDEN = Path(__file__).parents[1] / "goldens" / "public_api.json"
+# Defaults that were changed since, as CHANGELOG.md says.
+CHANGED = {("zerofx.Plan", "kernels"): ("'inductor'", "'auto'")}
 
 
 def parameters(function: Any) -> list[list[str]]:
@@ -91,6 +93,10 @@ def test_what_was_public_still_is() -> None:
             continue
         assert new != "value", f"{name} was called, and is a value now"
         kept = [p for p in new if p[0] in {o[0] for o in old}]
+        for place, (param, kind, default) in enumerate(old):
+            was, becomes = CHANGED.get((name, param), ("", ""))
+            if was and default == was:
+                old[place] = [param, kind, becomes]
         assert kept == old, f"{name}: the parameters {old} are now {new}"
         added = [p for p in new if p not in kept]
         assert all(p[2] or p[1].startswith("VAR") for p in added), f"{name}: {added} need defaults"
