@@ -61,7 +61,6 @@ def number_of_threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
 def test_groups_of_a_job_end_with_it(pool: Pool) -> None:
     pool.renew()
     before = pool.run(2, number_of_threads)

@@ -1,7 +1,7 @@
 """Choices that go together: few rows in which every pair or triple of values occurs.
 
-A product of eight factors has thousands of rows, which nobody runs. Faults come from one choice, or
-from two or three that meet, and these all occur in a covering array of some hundred rows.
+A product of eight factors has thousands of rows, too many to run. Most faults come from one choice,
+or from two or three that meet, and these all occur in a covering array of some hundred rows.
 """
 
 from __future__ import annotations

@@ -259,9 +259,7 @@ def _forget_meshes() -> None:
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
-    for name in ("_gen_transform_infos", "_gen_transform_infos_non_cached"):
-        clear: Any = getattr(getattr(_redistribute, name, None), "cache_clear", lambda: None)
-        clear()
+    _redistribute._gen_transform_infos.cache_clear()
     getattr(_redistribute, "clear_redistribute_planner_cache", lambda: None)()
 
 
