@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -410,12 +412,14 @@ def join(
             each.break_off()
 
     def give_back() -> None:
+        _LIVING[kept_as] -= 1
         watchdog.stop()
         if not (lane.in_flight or agreement.has_failed):
             groups.launched += agreement.board.launched(agreement.board.rank)
             _keep(kept_as, groups)
 
     watchdog.start(break_off)
+    _LIVING[kept_as] += 1
     if groups.mesh is None and axes["shard"].size > 1:
         groups.mesh = DeviceMesh.from_group(groups.pairs["shard"][0], device.type)
     return Axes(backend, axes, whole, lane, agreement, groups.mesh, give_back)
@@ -448,7 +452,9 @@ def _new_group(members: list[int], device: torch.device) -> Any:
 # and NCCL needs all ranks to destroy one. So the groups of a dropped world are kept. A new world
 # takes over groups that every rank has kept with an equal number of launches, all finished, so that
 # nothing is in flight in them. Two living worlds never share groups, because only the agreement of
-# one world orders its transfers.
+# one world orders its transfers. A compiled model is part of reference cycles, so that one that was
+# dropped lives until Python collects it, which may be many models later: a next world collects
+# first if others over its ranks still live.
 @dataclass
 class Groups:
     """The groups of one world: axis -> (gathers, reduces). `name` is equal on all its ranks.
@@ -464,6 +470,7 @@ class Groups:
 
 
 _KEPT: dict[tuple[str, str], list[Groups]] = {}  # by backend and grid of ranks
+_LIVING: Counter[tuple[str, str]] = Counter()  # worlds that have not given their groups back
 
 
 def _keep(kind: tuple[str, str], groups: Groups) -> None:
@@ -479,6 +486,8 @@ def _take(kind: tuple[str, str], meeting: Meeting) -> Groups | None:
     Raises:
         DesyncError: a rank did not arrive; names it.
     """
+    if _LIVING[kind] > 0:
+        gc.collect()
     job = dist.group.WORLD
     for kept in _KEPT.values():  # torch destroys all groups together with the default one
         kept[:] = [groups for groups in kept if groups.job is job]
