@@ -28,7 +28,10 @@ def _free_port() -> int:
 
 
 class Group:
-    """`ranks` processes that serve the same job, each blocked on its pipe unless called."""
+    """`ranks` processes that serve the same job, each blocked on its pipe unless called.
+
+    root: the checkout whose zerofx and benchmarks they run.
+    """
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Group:
         ranks: int,
         env: Mapping[str, str],
         python: str = sys.executable,
+        root: Path = ROOT,
     ) -> None:
         self.name = name
         # open as long as the workers write to them: close() closes them
@@ -51,7 +55,7 @@ class Group:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                cwd=ROOT,
+                cwd=root,
                 env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank, log in enumerate(self._logs)

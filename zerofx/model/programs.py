@@ -59,7 +59,7 @@ from zerofx.model.digest import (
 from zerofx.model.emitted import write_to_cache
 from zerofx.model.lengths import Key, Lengths
 from zerofx.passes.order import Setting
-from zerofx.passes.pipeline import run
+from zerofx.passes.pipeline import Proof, run
 from zerofx.passes.placement import capture_options
 from zerofx.plan.fields import Patterns
 from zerofx.plan.rules import lets_sizes_vary, starts_on_aten
@@ -750,7 +750,7 @@ class ProgramTable:
 
     def _planned(self, captured: Captured, setting: Setting) -> Planned:
         """Run the passes on a captured call, unless a program was adopted for it."""
-        program = run(captured, setting)
+        program = run(captured, setting, proof=Proof.END)
         return self._instead_of(program) if program.signature in self._adopted else program
 
     def adopt(self, program: Planned, allow_changed_math: bool) -> Planned:
