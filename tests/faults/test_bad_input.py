@@ -199,7 +199,7 @@ def net() -> nn.Module:
         ({"model": "net"}, TypeError, "model is of type str, not an nn.Module"),
         ({"plan": 3}, ValueError, "did you mean Plan(stage=3)?"),
         ({"plan": zerofx.Plan}, ValueError, "write Plan()"),
-        ({"plan": "gone.yaml"}, ValueError, "give an existing file"),
+        ({"plan": "gone.yaml"}, ValueError, "Give an existing file"),
         ({"plan": "zero3"}, ValueError, "must end in .yaml, .yml or .json"),
         ({"plan": "an optimizer"}, ValueError, "an optimizer is passed as optimizer="),
         ({"optimizer": "an optimizer"}, ValueError, "none of the parameters of Sequential"),
@@ -212,8 +212,8 @@ def net() -> nn.Module:
         ({"machine": 3}, ValueError, "machine is of type int"),
         ({"machine": "h100"}, ValueError, "unknown machine 'h100'"),
         ({"weights": 3}, TypeError, 'zerofx.compile(model, weights="folder")'),
-        ({"weights": "."}, ZerofxError, "no *.safetensors file is there; give"),
-        ({"plan": {"shard_axis_size": 2}}, ValueError, "launch it with torchrun"),
+        ({"weights": "."}, ZerofxError, "no *.safetensors file is there. Give"),
+        ({"plan": {"shard_axis_size": 2}}, ValueError, "Launch it with torchrun"),
     ],
 )
 def test_wrong_arguments_of_compile_leave_the_model_as_it_was(

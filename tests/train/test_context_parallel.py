@@ -213,7 +213,7 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
         ({"parallel": {"context": 2, "pipeline": 2}}, "does not go with pipeline = 2 yet"),
         ({"parallel": {"context": 2, "attention": "ring"}}, "attention"),
         ({"parallel": {"context": 2, "sequence": True}}, "Set tensor, or drop sequence"),
-        ({"parallel": {"context": 2, "placements": {"*": "whole"}}}, "tensor axis; drop it"),
+        ({"parallel": {"context": 2, "placements": {"*": "whole"}}}, "tensor axis. Drop it"),
         ({"parallel": {"context": 2}, "numerics": "fast"}, "does not support numerics = 'fast'"),
         ({"parallel": {"context": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
     ],

@@ -163,7 +163,7 @@ def test_states_in_8_bits(tmp_path: Path) -> None:
     model, _ = made("gpt", "adamw", tiers(str(tmp_path)))
     optimizer = zerofx.optim.AdamW(model.parameters(), state_bits=8)
     batch_loss(model, "gpt", 0).backward()
-    with pytest.raises(OptimizerError, match="8-bit states cannot be on NVMe; use state_bits=32"):
+    with pytest.raises(OptimizerError, match=r"8-bit states cannot be on NVMe. Use state_bits=32"):
         optimizer.step()
 
 
@@ -182,7 +182,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(NvmeError, match=r"file is a file; the NVMe tier needs a folder"):
         made_in(tmp_path / "file")
-    with pytest.raises(NvmeError, match=r"neither it nor .*far exists; create the folder"):
+    with pytest.raises(NvmeError, match=r"neither it nor .*far exists. Create the folder"):
         made_in(tmp_path / "far" / "away")
     with pytest.raises(NvmeError, match=r"cannot make the folder /proc/new: .*; "):
         made_in("/proc/new")

@@ -34,7 +34,7 @@ def compute_dtypes(
     """
     if dtype is not None and dtype not in LOW_OR_SINGLE:
         raise CaptureError(
-            f"capture: compute_dtype = {dtype} is not supported; use one of "
+            f"capture: compute_dtype = {dtype} is not supported. Use one of "
             f"{', '.join(map(str, LOW_OR_SINGLE))}, or None for the parameters' own"
         )
     found: dict[str, torch.dtype] = {}
@@ -166,6 +166,6 @@ def check_unwritten(
         if was != now:
             raise CaptureError(
                 f"capture: {where} writes in place to input tensor {i}, which it gets as a "
-                f"{given[i].dtype} copy of the {tensors[i].dtype} given; give it in "
+                f"{given[i].dtype} copy of the {tensors[i].dtype} given. Give it in "
                 f"{given[i].dtype}, or return the new value"
             )

@@ -37,7 +37,7 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
         if not is_plain or leaf.layout is not torch.strided or leaf.is_quantized:
             kind = str(leaf.layout).removeprefix("torch.") if is_plain else type(leaf).__name__
             raise CaptureError(
-                f"capture: argument {name} is a tensor of kind {kind}; pass a plain dense tensor"
+                f"capture: argument {name} is a tensor of kind {kind}. Pass a plain dense tensor"
             )
 
 
@@ -51,7 +51,7 @@ def check_constant(name: str, leaf: Any) -> None:
     if inside:
         raise CaptureError(
             f"capture: argument {name} is a {type(leaf).__name__} that holds tensors ({inside}), "
-            "which would be baked into the program; pass them as tensors, in a dict or in a "
+            "which would be baked into the program. Pass them as tensors, in a dict or in a "
             "dataclass"
         )
     try:
@@ -59,13 +59,13 @@ def check_constant(name: str, leaf: Any) -> None:
     except TypeError:
         raise CaptureError(
             f"capture: argument {name} is a {type(leaf).__name__}, which is neither a tensor nor "
-            "a hashable constant, so no program can be kept for it; pass a tensor "
+            "a hashable constant, so no program can be kept for it. Pass a tensor "
             "(torch.as_tensor), a number, a string or a tuple of them"
         ) from None
     if has_hidden_state(leaf):
         raise CaptureError(
             f"capture: argument {name} is a {type(leaf).__name__}, whose attributes would be baked "
-            "into the program and whose changes would go unnoticed (it hashes by identity); pass "
+            "into the program and whose changes would go unnoticed (it hashes by identity). Pass "
             "tensors, numbers, or a dataclass of them"
         )
 
@@ -116,7 +116,7 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(isinstance(v, PackedSequence) for v in found):
         raise CaptureError(
             "capture: an argument is a PackedSequence, whose batch sizes differ from batch to "
-            "batch; pass the padded tensor, and mask or gather by the lengths"
+            "batch. Pass the padded tensor, and mask or gather by the lengths"
         )
 
 
@@ -135,24 +135,24 @@ def check_wrappers(model: nn.Module) -> None:
         if inside:
             outer = f"model.get_submodule({name!r})" if name else "model"
             raise CaptureError(
-                f"capture: {where} is a {type(module).__name__}; pass the plain module inside it "
+                f"capture: {where} is a {type(module).__name__}. Pass the plain module inside it "
                 f"({outer}.{inside})"
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"capture: {where} is a {type(module).__name__}, which has no Python forward to "
-                "trace; pass the plain module that it was made from"
+                "trace. Pass the plain module that it was made from"
             )
         if other := distributed_by(module):
             raise CaptureError(
-                f"capture: {where} is distributed by {other} already; build the model again "
+                f"capture: {where} is distributed by {other} already. Build the model again "
                 f"without {other} and compile that: Plan(stage=3) shards parameters, gradients and "
                 "optimizer states, and Plan(stage=0) replicates them"
             )
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise CaptureError(
-                f"capture: {name} has no shape yet; run one batch through the lazy module first"
+                f"capture: {name} has no shape yet. Run one batch through the lazy module first"
             )
         if isinstance(param, DTensor) and piece_of(param) is None:
             raise CaptureError(
@@ -176,12 +176,12 @@ def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[st
         if is_sparse and module.weight.requires_grad and torch.is_grad_enabled():
             raise CaptureError(
                 f"capture: {name or 'the model'} asks for sparse gradients, which have no fixed "
-                "size; make it with sparse=False, and let Plan(sparse_gradients=True) send rows"
+                "size. Make it with sparse=False, and let Plan(sparse_gradients=True) send rows"
             )
     for name, param in entry.parameters(model).items():
         if name not in ignored and has_gradient_hooks(param):
             raise CaptureError(
-                f"capture: {name} has a gradient hook, which a program would skip; register it by "
+                f"capture: {name} has a gradient hook, which a program would skip. Register it by "
                 "register_post_accumulate_grad_hook after zerofx.compile, or hook the tensor "
                 "inside forward"
             )
@@ -201,13 +201,13 @@ def check_graph(gm: fx.GraphModule) -> None:
         if node.target is with_effects:
             raise CaptureError(
                 f"capture: {node.args[1]}{at} has an effect besides its results, which a program "
-                "would not keep; call it outside the model"
+                "would not keep. Call it outside the model"
             )
         if node.op == "get_attr":
             held = getattr(gm, node.target)
             if isinstance(held, Tensor) and held.requires_grad:
                 raise CaptureError(
                     f"capture: forward uses a tensor of shape {list(held.shape)}{at} that "
-                    "requires grad but is no parameter of the model, so it would not be trained; "
-                    "register it (nn.Parameter, nn.ModuleList), pass it in, or detach it"
+                    "requires grad but is no parameter of the model, so it would not be trained. "
+                    "Register it (nn.Parameter, nn.ModuleList), pass it in, or detach it"
                 )

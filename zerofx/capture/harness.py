@@ -51,11 +51,11 @@ class Results:
         if isinstance(leaf, (Iterator, Callable, torch.distributions.Distribution)):  # type: ignore[arg-type]
             raise CaptureError(
                 f"capture: output {self.names[number]} is a {type(leaf).__name__}, which a "
-                "program cannot return; return the tensors it is made of"
+                "program cannot return. Return the tensors it is made of"
             )
         if any(map(is_symbolic, leaf if isinstance(leaf, tuple) else (leaf,))):
             raise CaptureError(
-                f"capture: output {self.names[number]} is a size that varies; return it as a tensor"
+                f"capture: output {self.names[number]} is a size that varies. Return it as a tensor"
             )
         is_known = isinstance(leaf, _CONSTANTS)
         self.constants[number] = leaf if is_known else None
@@ -154,7 +154,7 @@ class Harness(nn.Module):
         if not handed:
             raise CaptureError(
                 f"capture: {self._entry.describe(self.model)}.forward returns no tensor but "
-                f"{type(out).__name__}; return the loss, the outputs, or a container of them"
+                f"{type(out).__name__}. Return the loss, the outputs, or a container of them"
             )
         self.results = results
         return handed
@@ -220,6 +220,6 @@ def check_output(name: str, leaf: Tensor) -> None:
     if leaf.layout is not torch.strided or leaf.is_quantized:
         layout = str(leaf.layout).removeprefix("torch.")
         raise CaptureError(
-            f"capture: output {name} is a {layout} tensor; return it dense "
+            f"capture: output {name} is a {layout} tensor. Return it dense "
             "(to_dense(), or its values and indices)"
         )

@@ -142,7 +142,7 @@ def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
             line = info(node).line
             raise CaptureError(
                 f"capture: forward changes the parameter {str(what).removeprefix(_PREFIX)} in "
-                f"place{f' at {line}' if line else ''}; make it a buffer, or update it after "
+                f"place{f' at {line}' if line else ''}. Make it a buffer, or update it after "
                 "optimizer.step()"
             )
         if role is None:
@@ -151,7 +151,7 @@ def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
         if role is Role.GRAD and value(node).layout is not torch.strided:
             raise CaptureError(
                 f"capture: the gradient of {infos[-1].name} is sparse and has no fixed size (from "
-                f"{info(node).line}); use the embedding with sparse=False"
+                f"{info(node).line}). Use the embedding with sparse=False"
             )
         kept.append(node)
     output.args = (tuple(kept),)

@@ -104,8 +104,8 @@ def _read_facts(directory: Path) -> dict[str, Any]:
         facts = parse_json(read_text(path, MOST_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise ProgramError(
-            f"{directory} holds no emitted program: {FINGERPRINT} is missing; "
-            "write one with program.emit(directory)"
+            f"{directory} holds no emitted program: {FINGERPRINT} is missing. "
+            "Write one with program.emit(directory)"
         ) from None
     except OSError as error:
         raise _broken(path, f"cannot be read: {error.strerror}") from None

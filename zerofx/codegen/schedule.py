@@ -110,8 +110,8 @@ def constants_source(program: Planned) -> str:
             if held.is_meta or isinstance(held, FakeTensor):
                 raise CaptureError(
                     f"{program.model_name}.forward reads a tensor of shape {list(held.shape)} "
-                    f"({info(node).line}) that has no values (it is on meta) and is no buffer; "
-                    "register it with register_buffer, or make it inside forward"
+                    f"({info(node).line}) that has no values (it is on meta) and is no buffer. "
+                    "Register it with register_buffer, or make it inside forward"
                 )
             found[constant_name(node)] = _written(held, value(node).device.type)
     if not found:

@@ -129,8 +129,8 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
     if value is None:
         return "None"
     raise CaptureError(
-        f"a graph argument of type {type(value).__name__} ({value!r}) cannot be written as source; "
-        "pass it as a tensor or a Python number instead"
+        f"a graph argument of type {type(value).__name__} ({value!r}) cannot be written as source. "
+        "Pass it as a tensor or a Python number instead"
     )
 
 

@@ -38,7 +38,7 @@ def check_mesh(mesh: Any) -> None:
         data = [name for name in names or () if name in REPLICATE + SHARD]
         which = f"mesh[{', '.join(map(repr, data[:2]))}]" if data else 'mesh["dp"]'
         raise PlanError(
-            f"mesh has {mesh.ndim} axes {names}; pass the 1-D (shard) or 2-D (replicate, shard) "
+            f"mesh has {mesh.ndim} axes {names}. Pass the 1-D (shard) or 2-D (replicate, shard) "
             f"submesh that data parallelism runs over, such as {which}"
         )
     if names is None:
@@ -95,15 +95,15 @@ def rank_grid(
             said = {"tensor": tensor, "pipeline": pipeline, "context": context}
             axes = " x ".join(f"{axis} = {n}" for axis, n in said.items() if n > 1)
             raise PlanError(
-                f"Plan.parallel has {axes}, which does not divide the {world} ranks; start a "
+                f"Plan.parallel has {axes}, which does not divide the {world} ranks. Start a "
                 f"multiple of {shared} ranks"
             )
         size = world // (tensor * pipeline)
         per_group = 1 if replicates else shard_size or size
         if size % per_group:
             raise PlanError(
-                f"shard_axis_size is {per_group}, which does not divide the {size} ranks; "
-                f"choose one of {[n for n in range(1, size + 1) if size % n == 0]}"
+                f"shard_axis_size is {per_group}, which does not divide the {size} ranks. "
+                f"Choose one of {[n for n in range(1, size + 1) if size % n == 0]}"
             )
         return torch.arange(world).reshape(pipeline, -1, per_group, tensor)
     check_mesh(mesh)
@@ -130,6 +130,6 @@ def rank_grid(
     if shard_size not in (None, grid.shape[1]):
         raise PlanError(
             f"shard_axis_size is {shard_size} but the mesh's shard axis has {grid.shape[1]} "
-            "ranks; leave one of the two out"
+            "ranks. Leave one of the two out"
         )
     return grid[None, ..., None]

@@ -151,12 +151,12 @@ class World:
             for axis, size in sizes.items():
                 if size > 1:
                     raise PlanError(
-                        f"Plan.parallel.{axis} is {size} but this is a single process; launch "
+                        f"Plan.parallel.{axis} is {size} but this is a single process. Launch "
                         "it with torchrun, or leave parallel out"
                     )
             if shard_size not in (None, 1):
                 raise PlanError(
-                    f"shard_axis_size is {shard_size} but this is a single process; launch it with "
+                    f"shard_axis_size is {shard_size} but this is a single process. Launch it with "
                     "torchrun, or leave shard_axis_size out"
                 )
             return cls.single(device)

@@ -57,7 +57,7 @@ def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
     """
     if not isinstance(tensor, Tensor):
         other = type(tensor).__name__
-        raise NvmeError(f"{_what(path, label)}: {other} is not a tensor; give a torch.Tensor")
+        raise NvmeError(f"{_what(path, label)}: {other} is not a tensor. Give a torch.Tensor")
     is_dense = tensor.layout == torch.strided
     if not tensor.is_cpu or not is_dense:
         kind = tensor.device if is_dense else tensor.layout
@@ -68,7 +68,7 @@ def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} with strides {tensor.stride()} is not "
-            "contiguous; give tensor.contiguous(), or read into a contiguous buffer"
+            "contiguous. Give tensor.contiguous(), or read into a contiguous buffer"
         )
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat.view(-1).view(torch.uint8)

@@ -71,7 +71,7 @@ class File:
         """
         if self.mode == "r":
             raise NvmeError(
-                f"{self.path}: open for reading only; open it with 'r+' or 'w' to write"
+                f"{self.path}: open for reading only. Open it with 'r+' or 'w' to write"
             )
         return self._engine.submit_write(self._handle, tensor, offset, label)
 

@@ -37,7 +37,7 @@ def prepare(path: str | os.PathLike[str], needed_bytes: int = 0, what: str = "th
     if not folder.exists():
         if not folder.parent.is_dir():
             raise NvmeError(
-                f"{folder}: neither it nor {folder.parent} exists; create the folder, or mount "
+                f"{folder}: neither it nor {folder.parent} exists. Create the folder, or mount "
                 "its device"
             )
         try:
@@ -73,7 +73,7 @@ def need_space(folder: Path, needed_bytes: int, what: str) -> None:
     free = free_bytes(folder)
     if needed_bytes > free:
         raise NvmeError(
-            f"{folder}: {what} needs {sized(needed_bytes)} but {sized(free)} are free; free space "
+            f"{folder}: {what} needs {sized(needed_bytes)} but {sized(free)} are free. Free space "
             "there, choose another path, or offload less"
         )
 

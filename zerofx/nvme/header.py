@@ -48,7 +48,7 @@ def check_sizes(sizes: Mapping[str, int], label: str) -> None:
         is_size = isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes >= 0
         if not isinstance(name, str) or not is_size:
             raise NvmeError(
-                f"{label}: extent {name!r} of {nbytes!r} bytes is not valid; give names as strings "
+                f"{label}: extent {name!r} of {nbytes!r} bytes is not valid. Give names as strings "
                 "and sizes as whole numbers of bytes"
             )
 
@@ -159,7 +159,7 @@ def read_layout(fd: int, path: str) -> Layout:
     if prefix[: len(MAGIC)] != MAGIC:
         raise NvmeError(
             f"{path}: the 8 bytes at offset 0 are {prefix[:8]!r}, not {MAGIC!r}: not a store of "
-            "zerofx; give the path of one"
+            "zerofx. Give the path of one"
         )
     if len(prefix) < _PREFIX.size:
         raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size)}")
@@ -176,7 +176,7 @@ def read_layout(fd: int, path: str) -> Layout:
             raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size + length)}")
         raise NvmeError(
             f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not match its "
-            "checksum: the file is damaged; write it again"
+            "checksum: the file is damaged. Write it again"
         )
     return _parse(text)
 

@@ -53,13 +53,13 @@ class Blocks:
         if not expected:
             raise Damaged(
                 f"the block at offset {at} has no valid content: it was never written, or its last "
-                "write failed; write it first"
+                "write failed. Write it first"
             )
         nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
         raise Damaged(
             f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
             f"but {expected:016x} was written: the device or the file is damaged, or a state was "
-            "changed in a way that torch does not track (.data, numpy); load the last save, and "
+            "changed in a way that torch does not track (.data, numpy). Load the last save, and "
             "check the device"
         )
 
@@ -71,18 +71,18 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
     if state is None:
         raise NvmeError(
             f"{handle.path}: the state at offset {layout.state_at} does not match its checksum: "
-            "the file is damaged; write it again"
+            "the file is damaged. Write it again"
         )
     if not state.num_flushes:
         raise NvmeError(
-            f"{handle.path}: never flushed by {layout.maker}, so nothing in it can be verified; "
-            "write it again, and flush"
+            f"{handle.path}: never flushed by {layout.maker}, so nothing in it can be verified. "
+            "Write it again, and flush"
         )
     sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
     if zlib.crc32(sums) != state.crc_of_sums:
         raise NvmeError(
             f"{handle.path}: the checksums at offset {layout.sums_at} are not those of the last "
-            "flush: it was interrupted, or the file is damaged; write it again"
+            "flush: it was interrupted, or the file is damaged. Write it again"
         )
     return np.frombuffer(sums, dtype=np.uint64)
 
@@ -236,7 +236,7 @@ class NvmeStore:
         if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
-                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}; give a tensor of "
+                f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}. Give a tensor of "
                 "its size"
             )
         return extent

@@ -46,11 +46,11 @@ class _FlatAdam(FlatOptimizer):
             if param.dtype != torch.float32:
                 raise OptimizerError(
                     f"{name_of(param)} is {param.dtype}, but state_bits=8 decodes its states to "
-                    "float32; keep a float32 master copy (Plan(precision=...)), or use 32 bits"
+                    "float32. Keep a float32 master copy (Plan(precision=...)), or use 32 bits"
                 )
         if group["amsgrad"]:
             raise OptimizerError(
-                f"{type(self).__name__}: state_bits=8 keeps no maxima of second moments; leave out "
+                f"{type(self).__name__}: state_bits=8 keeps no maxima of second moments. Leave out "
                 "amsgrad or state_bits"
             )
 

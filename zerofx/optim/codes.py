@@ -204,7 +204,7 @@ class EightBitStates(StretchStates):
     ) -> list[MutableMapping[str, Any]]:
         if stretch.bucket is not None and stretch.bucket.home is Tier.NVME:
             raise OptimizerError(
-                f"{stretch.bucket.label()}: 8-bit states cannot be on NVMe; use state_bits=32, or "
+                f"{stretch.bucket.label()}: 8-bit states cannot be on NVMe. Use state_bits=32, or "
                 "Plan.offload.optimizer = 'cpu'"
             )
         pieces = [

@@ -240,7 +240,7 @@ class FlatOptimizer(Optimizer, ABC):
         """
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise OptimizerError(
-                f"max_grad_norm is {max_grad_norm}, but must be positive; give None not to clip"
+                f"max_grad_norm is {max_grad_norm}, but must be positive. Give None not to clip"
             )
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
@@ -282,7 +282,7 @@ class FlatOptimizer(Optimizer, ABC):
         kind = type(self).__name__
         if group.get("differentiable"):
             raise OptimizerError(
-                f"{kind}: differentiable=True would record every update for autograd; use "
+                f"{kind}: differentiable=True would record every update for autograd. Use "
                 f"torch.optim.{kind} on an uncompiled model for it"
             )
         for param in group["params"]:

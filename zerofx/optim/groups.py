@@ -55,7 +55,7 @@ def _names(pattern: str, name: str) -> bool:
 def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> list[Any]:
     if not all(isinstance(m, tuple) for m in members):
         raise OptimizerError(
-            f'group {number} chooses by "names", so its "params" must have names; give '
+            f'group {number} chooses by "names", so its "params" must have names. Give '
             "model.named_parameters()"
         )
     patterns = [names] if isinstance(names, str) else list(names)
@@ -74,7 +74,7 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
     ]
     if not chosen:
         raise OptimizerError(
-            f"group {number}: all parameters that {patterns} name are in earlier groups; give "
+            f"group {number}: all parameters that {patterns} name are in earlier groups. Give "
             "the narrower patterns first, or drop the group"
         )
     return chosen

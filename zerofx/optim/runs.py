@@ -52,7 +52,7 @@ class OwnMemory:
         if not param.is_contiguous():
             raise OptimizerError(
                 f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}, but "
-                "zerofx.optim steps over flat memory; make it contiguous "
+                "zerofx.optim steps over flat memory. Make it contiguous "
                 "(p.data = p.contiguous()), or use torch.optim for it"
             )
         self.shape, self.length = param.shape, param.numel()
@@ -92,13 +92,13 @@ def check_dtype(param: Tensor, optimizer: str, takes_half: bool) -> None:
     if param.dtype == torch.float16 and not takes_half:
         raise OptimizerError(
             f"{name_of(param)} is float16 without a float32 master copy, in which most updates of "
-            f"{optimizer} vanish; keep the model in float32 and compute in 16 bits with "
+            f"{optimizer} vanish. Keep the model in float32 and compute in 16 bits with "
             'Plan(precision="fp16"), or use SGD'
         )
     if not param.is_floating_point():
         raise OptimizerError(
             f"{name_of(param)} is {param.dtype}, but {optimizer} of zerofx.optim takes real floats "
-            "only; give it to the torch.optim optimizer of that name"
+            "only. Give it to the torch.optim optimizer of that name"
         )
 
 
@@ -256,8 +256,8 @@ def strided(grad: Tensor, param: Tensor) -> Tensor:
     """
     if grad.layout is not torch.strided:
         raise OptimizerError(
-            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim needs dense ones; "
-            "make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
+            f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim needs dense ones. "
+            "Make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
         )
     return grad
 

@@ -39,7 +39,7 @@ class Cast(Pass):
         if program.compute_dtype is not wanted:
             raise PlanError(
                 f"Plan.precision computes in {wanted or 'the parameters own format'}, but this "
-                f"program was captured in {program.compute_dtype or 'that'}; capture it with "
+                f"program was captured in {program.compute_dtype or 'that'}. Capture it with "
                 f"zerofx.capture(model, args, compute_dtype={wanted})"
             )
         modules = module_dtypes(self.precision) or Patterns({})
@@ -48,7 +48,7 @@ class Cast(Pass):
             if chosen not in (None, param.compute_dtype) and param.dtype in LOW_OR_SINGLE:
                 raise PlanError(
                     f"Plan.precision.modules computes with {name} in {chosen}, but this program "
-                    f"was captured with it in {param.compute_dtype}; capture it with "
+                    f"was captured with it in {param.compute_dtype}. Capture it with "
                     "zerofx.capture(model, args, module_dtypes={...})"
                 )
         params = with_master(program.params.values(), self.precision)

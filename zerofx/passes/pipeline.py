@@ -50,7 +50,7 @@ def check_host_budget(program: Planned) -> None:
     raise BudgetError(
         f"host_budget: {program.model_name} holds {format_bytes(report.host_bytes)} "
         f"({report.host_bytes} bytes) on the host per rank at stage {program.plan.stage} and world "
-        f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}; raise it "
+        f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}. Raise it "
         "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more",
         report.host_bytes,
     )

@@ -104,7 +104,7 @@ def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
         if p.aliases and count > 1:
             raise PlanError(
                 f"Plan.tiling: {p.name} is tied to {', '.join(p.aliases)}, and a weight that "
-                "layers share is not tiled; leave it out of the patterns, or untie it"
+                "layers share is not tiled. Leave it out of the patterns, or untie it"
             )
     return {p.name: count for p, count in matrices}
 

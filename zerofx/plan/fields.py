@@ -314,7 +314,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name!r} is given twice; keep one")
+            raise ValueError(f"{name!r} is given twice. Keep one")
     return dict(pairs)
 
 
@@ -326,7 +326,7 @@ def load_mapping(path: Path, what: str) -> dict[str, Any]:
     try:
         source = read_text(path, _MOST_BYTES)
     except OSError as error:
-        raise PlanError(f"{what}: {error.strerror}; give an existing file") from error
+        raise PlanError(f"{what}: {error.strerror}. Give an existing file") from error
     except ValueError as error:  # also raised for a path with a null character
         raise PlanError(f"{what}: {error}") from error
     return read_mapping(source, what, is_json=path.suffix == ".json")

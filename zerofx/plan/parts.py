@@ -325,12 +325,12 @@ class Parallel:
             if getattr(self, axis) > 1:
                 raise PlanError(
                     f"Plan.parallel.context = {self.context} does not go with {axis} = "
-                    f"{getattr(self, axis)} yet; leave one of the two out"
+                    f"{getattr(self, axis)} yet. Leave one of the two out"
                 )
         if self.placements != "auto":
             raise PlanError(
                 f"Plan.parallel.placements contradicts context = {self.context}: it is about "
-                "layers that are cut over the tensor axis; drop it"
+                "layers that are cut over the tensor axis. Drop it"
             )
 
     def _check_schedule(self) -> None:

@@ -350,12 +350,12 @@ class _Trained(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise GradientError(
                 f"{label}: create_graph=True needs gradients of gradients, which a compiled "
-                "backward does not have; use the uncompiled model for double backward"
+                "backward does not have. Use the uncompiled model for double backward"
             )
         if ctx.grads is None:
             raise GradientError(
                 f"{label}: backward ran a second time, but a pipeline hands the gradients of a "
-                "step out once; call the model again"
+                "step out once. Call the model again"
             )
         if not will_run(run._anchor.always):
             raise GradientError(

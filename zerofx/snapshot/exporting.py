@@ -61,7 +61,7 @@ def export(
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
             f"{target}: export needs a model that zerofx.compile returned, but this is a plain "
-            f"{type(model).__name__}; use safetensors.torch.save_model"
+            f"{type(model).__name__}. Use safetensors.torch.save_model"
         )
     path = place(target)
     world, what = model._zerofx.engine.world, f"zerofx.export to {path}"
@@ -192,10 +192,10 @@ class _Export:
         """Check the target, lock it, and make a hidden directory on its file system."""
         path = self._path
         if self._is_file and (path.is_dir() or is_mount(path)):
-            raise SnapshotError(f"{path} is a directory or a mount point; give the name of a file")
+            raise SnapshotError(f"{path} is a directory or a mount point. Give the name of a file")
         if not self._is_file and os.path.lexists(path) and not path.is_dir():
             raise SnapshotError(
-                f"{path} is a file; give a directory, or a name ending in .safetensors"
+                f"{path} is a file. Give a directory, or a name ending in .safetensors"
             )
         parent, name = (path.parent, path.name) if self._is_file else (path, "export")
         if not os.path.lexists(parent):

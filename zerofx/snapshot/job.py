@@ -48,7 +48,7 @@ class Job:
         if not isinstance(model, CompiledModule):
             raise SnapshotError(
                 f"{folder}: a snapshot needs a model that zerofx.compile returned, but this is a "
-                f"plain {type(model).__name__}; use torch.save(model.state_dict(), ...)"
+                f"plain {type(model).__name__}. Use torch.save(model.state_dict(), ...)"
             )
         self.optimizers = _named(optimizer)
         for name, each in self.optimizers.items():
@@ -138,7 +138,7 @@ def _numpy_state() -> Tensor:
     if state["bit_generator"] != "MT19937":
         raise SnapshotError(
             f"NumPy's global generator is a {state['bit_generator']}, and only the state of the "
-            "default MT19937 can be saved; use a numpy.random.Generator of your own "
+            "default MT19937 can be saved. Use a numpy.random.Generator of your own "
             "and put its state into extra="
         )
     inner = state["state"]
@@ -161,7 +161,7 @@ def pack(values: Mapping[str, Any]) -> bytes:
         return data
     where, culprit = _find_culprit(values, "")
     raise SnapshotError(
-        f"{where} is a {type(culprit).__name__}, which could only be loaded by running code; give "
+        f"{where} is a {type(culprit).__name__}, which could only be loaded by running code. Give "
         "tensors, numbers, strings and containers of them (for a scheduler or a scaler, its "
         f"state_dict()): {problem}"
     )

@@ -240,7 +240,7 @@ class _Load(Job):
         saved: dict[str, Any] = {"optimizer": one} if one else self.values.get("optimizers", {})
         if not saved:
             raise SnapshotError(
-                f"{self.folder} was saved without an optimizer; load it without one: "
+                f"{self.folder} was saved without an optimizer. Load it without one: "
                 "zerofx.load(dir, model)"
             )
         if saved.keys() != self.optimizers.keys():
@@ -270,7 +270,7 @@ class _Load(Job):
         except (OSError, *DAMAGE) as error:
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
-                "part; load a snapshot again before going on"
+                "part. Load a snapshot again before going on"
             ) from error
         finally:
             self.store.ledger.note_write()

@@ -138,7 +138,7 @@ class _Save(Job):
         if self.world.rank != 0:
             return None
         if not isinstance(self.extra, Mapping):
-            raise SnapshotError(f"extra is a {type(self.extra).__name__}; give a dict")
+            raise SnapshotError(f"extra is a {type(self.extra).__name__}. Give a dict")
         modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
         scaler = self.model.loss_scale
         self.values = pack(
@@ -164,7 +164,7 @@ class _Save(Job):
         """Return the plan of everything that this rank could write."""
         if not written.is_dir():
             raise SnapshotError(
-                f"{written}, which rank 0 made, does not exist here; save to a file system that "
+                f"{written}, which rank 0 made, does not exist here. Save to a file system that "
                 "all ranks share"
             )
         random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)

@@ -62,7 +62,7 @@ def check_place(folder: Path) -> None:
             "directory, or move the snapshot away"
         )
     if os.path.lexists(folder) and not folder.is_dir():
-        raise SnapshotError(f"{folder} is a file; give a directory")
+        raise SnapshotError(f"{folder} is a file. Give a directory")
 
 
 def snapshots_in(folder: Path) -> list[Path]:

@@ -109,7 +109,7 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
             if id(param) not in names:
                 raise SnapshotError(
                     f"group {number} of {type(optimizer).__name__} has a parameter of shape "
-                    f"{list(param.shape)} that is not the model's; build the optimizer over "
+                    f"{list(param.shape)} that is not the model's. Build the optimizer over "
                     "model.parameters() after zerofx.compile, and another one for other parameters"
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

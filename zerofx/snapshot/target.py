@@ -112,7 +112,7 @@ def _check_what_is_there(folder: Path) -> None:
             )
         _check_replaceable(folder)
     elif os.path.lexists(folder):
-        raise SnapshotError(f"{folder} is a file; give a directory")
+        raise SnapshotError(f"{folder} is a file. Give a directory")
 
 
 def _check_names(folder: Path) -> None:

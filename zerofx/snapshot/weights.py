@@ -81,7 +81,7 @@ def load_weights(
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
             f"{source}: load_weights needs a model that zerofx.compile returned, but this is a "
-            f"plain {type(model).__name__}; use safetensors.torch.load_model"
+            f"plain {type(model).__name__}. Use safetensors.torch.load_model"
         )
     check_names(names)
     path = Path(os.path.abspath(source))
@@ -316,7 +316,7 @@ class Fill(_Files):
                 raise Replaced(f"{self._path}: {error}") from error
             raise SnapshotError(
                 f"{error}: reading failed after all checks had passed, so the model is loaded in "
-                "part; load weights again before going on"
+                "part. Load weights again before going on"
             ) from error
         finally:
             self._store.ledger.note_write()

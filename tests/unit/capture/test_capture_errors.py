@@ -187,8 +187,8 @@ FAULTS: list[tuple[Callable[..., Any], str]] = [
     (keep, "changes the attribute last at"),
     (remember, "changes the attribute seen at"),
     (file, "changes the attribute by_name at"),
-    (write, "changes a tensor in place at .* register it with register_buffer"),
-    (write_part, "changes a tensor in place at .* register it with register_buffer"),
+    (write, "changes a tensor in place at .* Register it with register_buffer"),
+    (write_part, "changes a tensor in place at .* Register it with register_buffer"),
     (add_module, "changes the attribute late at"),
     (add_hook, r"changes the attribute fc\._forward_hooks at"),
     (add_buffer, "registers late at"),
@@ -290,7 +290,7 @@ def test_absent_device_is_refused() -> None:
 
 def test_packed_sequence_is_refused() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
-    with pytest.raises(CaptureError, match=r"PackedSequence.*pass the padded tensor"):
+    with pytest.raises(CaptureError, match=r"PackedSequence.*Pass the padded tensor"):
         zerofx.capture(nn.LSTM(4, 4), (packed,))
 
 

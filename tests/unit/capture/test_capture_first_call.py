@@ -158,7 +158,7 @@ def test_an_error_of_the_model_is_raised_also_without_the_compiler_flags() -> No
 def test_lazy_modules_after_one_batch() -> None:
     """What the refusal of parameters without a shape names."""
     lazy = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(2))
-    with pytest.raises(CaptureError, match="run one batch through the lazy module first"):
+    with pytest.raises(CaptureError, match="Run one batch through the lazy module first"):
         zerofx.compile(lazy, PLAN)
 
     def make() -> nn.Module:

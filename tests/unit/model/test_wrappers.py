@@ -111,8 +111,8 @@ def test_wrappers_are_refused_by_name(pool: Pool) -> None:
             is_before = attempt.startswith("compile of")
             assert text.startswith("CaptureError: capture:" if is_before else "ShardError: ")
             assert (
-                "pass the plain module" in text
-                or "build the model again" in text
+                "Pass the plain module" in text
+                or "uild the model again" in text
                 or ("Drop " in text and "train the compiled model as it is" in text)
             )
 
@@ -126,7 +126,7 @@ def test_torch_compile_runs_a_compiled_model_as_it_is() -> None:
     x, model = torch.ones(2, 4), compiled()
     assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
     for wrap in (torch.compile, nn.DataParallel):
-        with pytest.raises(CaptureError, match=r"pass the plain module inside it \(model\._?\w+\)"):
+        with pytest.raises(CaptureError, match=r"Pass the plain module inside it \(model\._?\w+\)"):
             zerofx.compile(wrap(make()))
     with pytest.raises(CaptureError, match=r"\(model\.get_submodule\('0'\)\.module\)"):
         zerofx.compile(nn.Sequential(nn.DataParallel(make())))

@@ -34,7 +34,7 @@ def test_an_engine_that_is_closed(tmp_path: Path, disk: Disk) -> None:
         closer.join(30)
         assert not closer.is_alive() and threading.active_count() == before
         assert torch.equal(read.wait(), x)  # what was submitted has ended
-        with pytest.raises(NvmeError, match="the engine is closed; create another"):
+        with pytest.raises(NvmeError, match=r"the engine is closed. Create another"):
             file.submit_read(x)
         engine.close()
 

@@ -39,7 +39,7 @@ def test_a_folder_is_made_if_only_it_is_missing(tmp_path: Path) -> None:
     assert nvme.prepare(tmp_path / "new") == tmp_path / "new"
     assert (tmp_path / "new").is_dir()
     with pytest.raises(
-        NvmeError, match=r"far/away: neither it nor .*far exists; create the folder"
+        NvmeError, match=r"far/away: neither it nor .*far exists. Create the folder"
     ):
         nvme.prepare(tmp_path / "far" / "away")
     assert not (tmp_path / "far").exists()
@@ -86,7 +86,7 @@ def test_too_little_space_is_said_with_both_numbers(tmp_path: Path) -> None:
         nvme.prepare(tmp_path, needed, "the optimizer states of rank 0")
     text = str(caught.value)
     assert "the optimizer states of rank 0 needs 10" in text and f"({needed} bytes) but" in text
-    assert "bytes) are free; free space there, choose another path, or offload less" in text
+    assert "bytes) are free. Free space there, choose another path, or offload less" in text
     with pytest.raises(NvmeError, match=r"rank0-opt needs .* but .* are free"):
         nvme.NvmeStore.create(tmp_path, {"w": needed}, label="rank0-opt")
     assert not list(tmp_path.iterdir())

@@ -182,6 +182,6 @@ def test_names_and_sizes_are_checked(tmp_path: Path, store_engine: Any) -> None:
         with pytest.raises(NvmeError, match=r"blocks.0.w has 16 bytes but .*\[5\] has 20 bytes"):
             store.write("blocks.0.w", torch.empty(5))
     for bad in ({"w": -1}, {"w": 1.5}, {3: 1}):
-        with pytest.raises(NvmeError, match=r"x: extent .*; give names as strings"):
+        with pytest.raises(NvmeError, match=r"x: extent .*. Give names as strings"):
             nvme.NvmeStore.create(tmp_path, bad, label="x", engine=store_engine)
     assert not list(tmp_path.iterdir())

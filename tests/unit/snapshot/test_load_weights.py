@@ -143,7 +143,7 @@ def test_files_that_are_not_whole(tmp_path: Path, weights: Path) -> None:
 
 
 def test_a_plain_module(tmp_path: Path) -> None:
-    with pytest.raises(SnapshotError, match=r"plain GPT; use safetensors.torch.load_model"):
+    with pytest.raises(SnapshotError, match=r"plain GPT. Use safetensors.torch.load_model"):
         zerofx.load_weights(plain(), tmp_path)
 
 

@@ -76,7 +76,7 @@ def test_another_optimizer(tmp_path: Path) -> None:
     [
         ({"a": {"fine": 1, "scheduler": lambda step: step}}, "extra['a']['scheduler'] is a funct"),
         ({"list": [1, Harm(Path("x"))]}, "extra['list'][1] is a Harm"),
-        ([1, 2], "extra is a list; give a dict"),
+        ([1, 2], "extra is a list. Give a dict"),
     ],
 )
 def test_extra_that_would_run_code(tmp_path: Path, live: Any, extra: Any, text: str) -> None:
@@ -94,7 +94,7 @@ def test_a_directory_of_something_else(tmp_path: Path, live: Any) -> None:
     with pytest.raises(SnapshotError, match=r"holds other files and no zerofx\.json"):
         zerofx.save(home, *live)
     assert len(tree(home)) == 4
-    with pytest.raises(SnapshotError, match="is a file; give a directory"):
+    with pytest.raises(SnapshotError, match=r"is a file. Give a directory"):
         zerofx.save(home / "values.pt", *live)
 
 

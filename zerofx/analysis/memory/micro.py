@@ -60,7 +60,7 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
     if any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):
         raise PlanError(
             f"accumulation is {accumulation}, but Plan(update='in-backward') updates the "
-            "parameters inside every backward; use update='step' to accumulate"
+            "parameters inside every backward. Use update='step' to accumulate"
         )
     layout = program.layout
     if not (no_sync and reduction.is_put_off(layout, program.plan)):

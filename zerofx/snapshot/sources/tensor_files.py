@@ -76,12 +76,12 @@ class TensorSource(OpenCheckpoint):
         files = sorted(path.glob(f"*{SUFFIX}"))
         if len(indexes) > 1:
             names = ", ".join(i.name for i in indexes)
-            raise SnapshotError(f"{path} has several indexes ({names}); give the path of one")
+            raise SnapshotError(f"{path} has several indexes ({names}). Give the path of one")
         if indexes:
             return self._indexed(indexes[0])
         if not files:
             raise SnapshotError(
-                f"{path}: no *{SUFFIX} file is there; give a directory that has them, one such "
+                f"{path}: no *{SUFFIX} file is there. Give a directory that has them, one such "
                 f"file, a *{INDEX}, or a checkpoint of another kind (docs/checkpoints.md)"
             )
         _check_numbers(files)
