@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 # Before torch is imported: its thread pools are made once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,7 +12,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.pop("COLUMNS", None)  # printed lines stay whole, whatever terminal runs the tests
 
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,17 @@ def _listed_slow_cells() -> dict[str, set[str]]:
 
 
 SLOW_CELLS = _listed_slow_cells()
+
+
+@pytest.fixture(autouse=True)
+def _import_path() -> Iterator[None]:
+    """Take back what a test added to the import path, which new test ranks would inherit.
+
+    The command line adds the folder of the file that it is given.
+    """
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -151,7 +151,7 @@ def test_outputs_are_checked_before_the_work(
 def test_names_that_are_suggested_can_be_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "models.py"
+    path = tmp_path / "nets.py"
     path.write_text(
         "from pathlib import Path\nfrom torch import nn\n"
         "class Net(nn.Module):\n    pass\n"
