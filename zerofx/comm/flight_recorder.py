@@ -1,9 +1,10 @@
 """Flight records: the last actions of a rank, in a small file that survives its process.
 
 Each rank of a world writes its calls and the collectives that it launches to a file as they happen,
-which takes about two microseconds each. Nothing has to be written at the end, so a process that is
-killed or runs out of memory leaves its record too. A rank that ends normally removes it. A rank
-that raises adds the reason and the stacks of its threads.
+through a mapping of the file into memory, which takes about two microseconds each and no system
+call. Nothing has to be written at the end, so a process that is killed or runs out of memory leaves
+its record too. A rank that ends normally removes it. A rank that raises adds the reason and the
+stacks of its threads.
 
 The file has JSON lines of fixed lengths, padded with blanks: a head, the reason, and a ring of the
 last `NUM_EVENTS` events. `zerofx doctor --postmortem` reads the records of all ranks.
@@ -12,9 +13,11 @@ last `NUM_EVENTS` events. `zerofx doctor --postmortem` reads the records of all 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
+import mmap
 import os
 import re
 import socket
@@ -36,6 +39,7 @@ log = logging.getLogger("zerofx")
 VARIABLE = "ZEROFX_FLIGHT_DIR"
 NUM_EVENTS, EVENT_BYTES = 128, 512
 HEAD_BYTES, REASON_BYTES = 4096, 16384  # the reason includes the stacks of all threads
+_NUM_BYTES = HEAD_BYTES + REASON_BYTES + NUM_EVENTS * EVENT_BYTES
 _KEPT_JOBS = 20  # in the default folder; records of older jobs are removed
 _FRAMES, _THREADS = 24, 12  # innermost frames per stack; threads per process
 JOB = re.compile(r"[\w.-]{1,128}")
@@ -55,19 +59,26 @@ class FlightRecorder:
         self._lock = threading.Lock()
         self._reason = ""
         self._file = -1
+        self._events: mmap.mmap | None = None
         if self.path is None:
             return
         try:
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(self.path, flags, 0o600)
+            # All of its bytes are written now, so that a full disk is an error here, not a signal
+            # in the middle of training.
+            if os.pwrite(self._file, bytes(_NUM_BYTES), 0) < _NUM_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
             self._write(0, HEAD_BYTES, {"format": FORMAT, **about})
+            self._events = mmap.mmap(self._file, _NUM_BYTES)
         except OSError as error:
             self._stop(error)
 
     def note(self, call: int, launch: int, what: str) -> None:
         """Record a call, or the `launch`-th collective, that begins now."""
-        if self._file < 0:
+        events = self._events
+        if events is None:
             return
         number = self._count
         self._count = number + 1
@@ -76,10 +87,7 @@ class FlightRecorder:
             _quoted(what),
         )
         at = HEAD_BYTES + REASON_BYTES + number % NUM_EVENTS * EVENT_BYTES
-        try:
-            os.pwrite(self._file, line.ljust(EVENT_BYTES - 1) + b"\n", at)
-        except OSError as error:
-            self._stop(error)
+        events[at : at + EVENT_BYTES] = line.ljust(EVENT_BYTES - 1) + b"\n"
 
     def end(self, reason: str, is_own: bool, error: BaseException | None = None) -> None:
         """Write why the rank ends and the stacks of its threads; the first reason is kept.
@@ -108,7 +116,7 @@ class FlightRecorder:
         if self._file < 0 or os.getpid() != self._owner:
             return
         os.close(self._file)
-        self._file = -1
+        self._file, self._events = -1, None
         if not self._reason and self.path is not None:
             with contextlib.suppress(OSError):  # the file or the folder may be gone already
                 self.path.unlink()
@@ -124,7 +132,7 @@ class FlightRecorder:
     def _stop(self, error: OSError) -> None:
         if self._file >= 0:
             os.close(self._file)
-        self._file = -1
+        self._file, self._events = -1, None
         log.warning(
             "zerofx: no flight record of this rank is kept: %s. Set %s to another folder.",
             error, VARIABLE,
