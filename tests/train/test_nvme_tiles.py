@@ -65,11 +65,11 @@ def test_one_rank_that_keeps_a_part_on_the_device(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"precision": "bf16"}, {"activations": "recompute"}, {"prefetch": 0},
-     {"offload": {"activations": "nvme"}}, {"offload": {"device_fraction": 0.4}}],
+    ("world", "more"),
+    [(2, {}), (2, {"precision": "bf16"}), (2, {"activations": "recompute"}), (2, {"prefetch": 0}),
+     (2, {"offload": {"activations": "nvme"}}), (2, {"offload": {"device_fraction": 0.4}}),
+     (4, {}), (4, {"precision": "bf16"})],
     ids=str,
 )  # fmt: skip
 def test_everywhere(pool: Pool, tmp_path: Path, world: int, more: dict[str, Any]) -> None:

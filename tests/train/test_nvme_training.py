@@ -91,9 +91,15 @@ def _plans() -> list[tuple[str, list[Cell]]]:
     return found
 
 
+PLANS = _plans()
+# All on two ranks, every fourth on one as well.
+ON_RANKS = [(world, *plan) for world in (1, 2) for plan in PLANS[:: 4 if world == 1 else 1]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(("name", "cells"), [pytest.param(*p, id=p[0]) for p in _plans()])
+@pytest.mark.parametrize(
+    ("world", "name", "cells"), [pytest.param(*p, id=f"{p[1]}-{p[0]}") for p in ON_RANKS]
+)
 def test_everywhere(pool: Pool, tmp_path: Path, world: int, name: str, cells: list[Cell]) -> None:
     for found in pool.run(world, differing, str(tmp_path), cells, timeout_s=1500.0):
         assert not found
