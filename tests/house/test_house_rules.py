@@ -18,6 +18,7 @@ import pytest
 
 from benchmarks import structure
 from benchmarks.structure import FOLDER_LIMIT, PACKAGE
+from zerofx.collector import paused_collector
 
 ROOT = PACKAGE.parent
 SHORT = 80  # lines, below which a module with a single importer needs a reason
@@ -102,11 +103,13 @@ WORDS = {
 
 
 @cache
+@paused_collector()
 def trees() -> dict[str, ast.Module]:
     return structure.modules()
 
 
 @cache
+@paused_collector()
 def classes() -> dict[str, list[str]]:
     """Return class name -> the modules that define it."""
     found: dict[str, list[str]] = defaultdict(list)

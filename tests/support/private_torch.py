@@ -23,6 +23,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from zerofx.collector import paused_collector
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "zerofx"
 
@@ -343,6 +345,7 @@ class _Reader:
 
 
 @cache
+@paused_collector()  # it would look at all of torch again and again while trees are built
 def uses_of_package() -> tuple[Use, ...]:
     """Return every use of a private torch name under zerofx/."""
     paths = sorted(PACKAGE.rglob("*.py"))
