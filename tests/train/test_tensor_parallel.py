@@ -107,6 +107,47 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
             compare(found, expected, tolerance)
 
 
+def losses_of_labels() -> list[Any]:
+    """Return losses and the norms of gradients with labels that are left out, and of a sum."""
+    model = zerofx.compile(
+        make("llama"), {"kernels": "aten", "parallel": {"tensor": 2}, "outputs": "loss"}
+    )
+    return [given(model, **more) for more in OF_LABELS] + [past_the_classes(model)]
+
+
+OF_LABELS: list[dict[str, Any]] = [{}, {"num_items_in_batch": torch.tensor(7)}]
+
+
+def labelled() -> dict[str, Tensor]:
+    made = batch("llama", seed=3)
+    return {**made, "labels": made["labels"].index_fill(1, torch.tensor([0, 1, 4]), -100)}
+
+
+def given(model: nn.Module, **more: Any) -> tuple[float, float]:
+    loss = model(**labelled(), **more).loss
+    loss.backward()
+    norm = float(clip_grad_norm_(model.parameters(), 1e9))
+    model.zero_grad()
+    return float(loss.detach()), norm
+
+
+def past_the_classes(model: nn.Module) -> str:
+    wrong = labelled()
+    wrong["labels"][0, 3] = 64
+    with pytest.raises((RuntimeError, IndexError), match="out of bounds") as told:
+        model(**wrong)
+    return str(told.value)
+
+
+def test_a_loss_over_cut_classes_is_that_of_all(pool: Pool) -> None:
+    model = make("llama")
+    expected = [given(model, **more) for more in OF_LABELS]
+    for *found, told in pool.run(2, losses_of_labels):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
+        assert "64" in told and "loss_utils.py" in told
+
+
 def states(folder: str) -> list[Any]:
     """Give a whole state out, and take it in again."""
     model = zerofx.compile(make("llama"), Plan(parallel={"tensor": 2}, kernels="aten"))

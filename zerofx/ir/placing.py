@@ -173,7 +173,7 @@ def _point(call: WholeCall) -> Iterator[Way]:
         if factor and call.operands[number].shape == shape:
             yield Way(tuple(P if i == number else R for i in range(2)), P)
     for cut in _candidates(call, shape):
-        yield Way(tuple(_seen(o, cut, shape) for o in call.operands), cut)
+        yield Way(tuple(seen(o, cut, shape) for o in call.operands), cut)
 
 
 def _candidates(call: WholeCall, shape: Sequence[int]) -> dict[Cut, None]:
@@ -188,7 +188,7 @@ def _candidates(call: WholeCall, shape: Sequence[int]) -> dict[Cut, None]:
     return found
 
 
-def _seen(operand: Operand, cut: Cut, shape: Sequence[int]) -> Placement:
+def seen(operand: Operand, cut: Cut, shape: Sequence[int]) -> Placement:
     """Return the placement of an operand broadcast to `shape` if the result is cut."""
     dim = cut.dim - (len(shape) - operand.dim)
     is_broadcast = dim < 0 or (operand.shape[dim] == 1 and shape[cut.dim] != 1)

@@ -81,8 +81,8 @@ PREPARE: list[Make] = [
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
     # the same holds for a bias that is added after a sum over ranks
     lambda s: OpenProducts(parallel=s.plan.parallel),
-    # and for losses, which are means over all positions of a sequence
-    lambda s: OpenLosses(context=s.plan.parallel.context),
+    # and for losses, which are of all positions and all classes
+    lambda s: OpenLosses(parallel=s.plan.parallel),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # after the reference, which is of whole values; before anything counts what a rank holds

@@ -17,9 +17,10 @@ here: the reduction of its bucket does that, over all data ranks.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -43,7 +44,7 @@ from zerofx.ir.meta import (
     tensors_of,
     value,
 )
-from zerofx.ir.placing import Operand, Way, WholeCall, is_item, item, ways, whole_way
+from zerofx.ir.placing import Operand, Way, WholeCall, is_item, item, seen, ways, whole_way
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.spec import spec_of
 from zerofx.ir.verify_values import SAME_VALUES
@@ -129,11 +130,12 @@ class OpenProducts(Pass):
 
 @dataclass(frozen=True)
 class OpenLosses(Pass):
-    """Take cross-entropies apart, so that each rank can sum those of its own positions.
+    """Take cross-entropies apart, so that each rank can sum those of its own positions or classes.
 
     A mean over a sequence is no sum of means over its parts: the number of positions that count is
-    of the whole. So a loss becomes a sum over what each position adds, divided by that number,
-    which is computed from all labels. context: over how many ranks sequences are cut.
+    of the whole. So over the context axis a loss becomes a sum over what each position adds,
+    divided by that number, which is computed from all labels. Over the tensor axis the logits of a
+    layer that is cut by its outputs stay cut along the classes: see `_open_classes`.
     """
 
     name: ClassVar[str] = "open-losses"
@@ -141,21 +143,28 @@ class OpenLosses(Pass):
     requires: ClassVar[frozenset[Fact]] = frozenset({Fact.CAPTURED})
     conflicts: ClassVar[frozenset[Fact]] = frozenset({Fact.TIED_MERGED})
 
-    context: int = 1
+    parallel: Parallel
 
     def run(self, program: Planned) -> Report:
-        if self.context == 1:
+        if self.parallel.value_ranks == 1:
             return Report(False, "one rank")
+        parts = {p.name: p.part for p in with_parts(program.params.values(), self.parallel)}
+        parts |= {a: parts[p.name] for p in program.params.values() for a in p.aliases}
         opened = 0
         for gm in program.graphs.values():
             for node in list(gm.graph.nodes):
-                if node.target is _aten.nll_loss_forward.default and _is_plain(node):
+                if node.target is not _aten.nll_loss_forward.default or not _is_plain(node):
+                    continue
+                if self.parallel.context > 1:
                     _open_loss(gm.graph, node)
+                    opened += 1
+                elif (loss := _loss_of_classes(node, parts)) is not None:
+                    _open_classes(gm.graph, loss, self.parallel.tensor)
                     opened += 1
         return Report(opened > 0, f"{opened} losses taken apart")
 
     def options(self) -> dict[str, object]:
-        return {"context": self.context}
+        return {"context": self.parallel.context, "tensor": self.parallel.tensor}
 
 
 def _is_plain(node: fx.Node) -> bool:
@@ -194,6 +203,143 @@ def _open_loss(graph: fx.Graph, node: fx.Node) -> None:
         part.replace_all_uses_with((loss, total)[part.args[1]])  # type: ignore[index]
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+@dataclass(frozen=True)
+class _ClassLoss:
+    """A cross-entropy whose logits are the outputs of a layer that is cut by its outputs.
+
+    logits: [rows, classes]. softmax: their log-probabilities. loss: nll_loss_forward. backward: the
+    two calls of its gradient, loss before softmax; empty if the graph has no backward.
+    """
+
+    logits: fx.Node
+    softmax: fx.Node
+    loss: fx.Node
+    backward: tuple[fx.Node, ...]
+
+
+def _loss_of_classes(loss: fx.Node, parts: dict[str, Part | None]) -> _ClassLoss | None:
+    """Return the loss if nothing else reads its log-probabilities, else None."""
+    softmax: Any = loss.args[0]
+    if softmax.target is not _aten._log_softmax.default or softmax.args[2]:
+        return None
+    logits: Any = softmax.args[0]
+    if value(logits).dtype not in (torch.float32, torch.float64):
+        return None
+    if softmax.args[1] not in (1, -1) or not _is_cut_by_columns(logits, parts):
+        return None
+    readers = [user for user in _readers(softmax) if user is not loss]
+    backward: list[fx.Node] = []
+    if readers:
+        first = [user for user in readers if user.target is _aten.nll_loss_backward.default]
+        then = _readers(first[0]) if len(first) == 1 else []
+        if len(then) != 1 or then[0].target is not _aten._log_softmax_backward_data.default:
+            return None
+        backward = [*first, *then]
+    if set(readers) - {*backward}:
+        return None
+    return _ClassLoss(logits, softmax, loss, tuple(backward))
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """Return what reads a value, also through detached aliases of it."""
+    found: dict[fx.Node, None] = {}
+    for user in node.users:
+        found |= dict.fromkeys(_readers(user) if user.target in _SAME else [user])
+    return list(found)
+
+
+def _is_cut_by_columns(node: fx.Node, parts: dict[str, Part | None]) -> bool:
+    """Return whether the last dimension counts the outputs of a layer that are cut evenly."""
+    classes = value(node).shape[-1]
+    while node.target in _KEEPS_CLASSES and value(node).shape[-1] == classes:
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in (_aten.mm.default, _aten.addmm.default):
+        return False
+    weight: Any = node.args[-1]
+    is_turned = False
+    while isinstance(weight, fx.Node) and weight.target is _aten.t.default:
+        weight, is_turned = weight.args[0], not is_turned
+    where = info(weight)
+    part = parts.get(where.name) if where.role is Role.PARAM else None
+    return part is not None and part.cut == Cut(0 if is_turned else 1)
+
+
+def _open_classes(graph: fx.Graph, loss: _ClassLoss, ranks: int) -> None:
+    """Compute a cross-entropy from logits that stay cut along the classes.
+
+    Each rank has the largest of its logits, the sum of their exponentials and the logit of the
+    label if it is among its classes; these few numbers per row are joined. The gradient, the
+    softmax less one at the label, is computed where the logits are. Source: Shoeybi et al. 2019,
+    "Megatron-LM", section 3 (the parallel cross-entropy). A label outside the classes is an error,
+    as in the loss itself: it is looked up in a table of as many zeros.
+    """
+    logits: Any = loss.logits
+    target: Any
+    _, target, _, reduction, ignored = loss.loss.args
+    classes = value(logits).shape[-1]
+    dtype, device = value(logits).dtype, value(logits).device
+    given: dict[str, Any] = {}
+
+    def make(op: Any, *args: Any, **named: Any) -> fx.Node:
+        made = call(graph, op, args, named=named)
+        made.meta = given | {"val": made.meta["val"]}
+        return made
+
+    @contextlib.contextmanager
+    def at(node: fx.Node) -> Iterator[None]:
+        given.clear()
+        given.update({k: v for k, v in node.meta.items() if k != "val"})
+        with graph.inserting_before(node), value(logits).fake_mode:  # of tensors made of nothing
+            yield
+
+    def is_label() -> fx.Node:
+        every = make(_aten.arange.default, classes, dtype=value(target).dtype, device=device)
+        return make(_aten.eq.Tensor, every, make(_aten.unsqueeze.default, target, 1))
+
+    with at(loss.softmax):
+        shares = make(_aten.view.default, logits, [-1, ranks, classes // ranks])
+        highest = make(_aten.amax.default, shares, [2])
+        top = make(_aten.amax.default, highest, [1], True)
+        powers = make(_aten.exp.default, make(_aten.sub.Tensor, logits, top))
+        total = make(_aten.sum.dim_IntList, powers, [1], True)
+        log_total = make(_aten.add.Tensor, make(_aten.log.default, total), top)
+    with at(loss.loss):
+        counts = make(_aten.ne.Scalar, target, ignored)
+        number = make(_aten._to_copy.default, make(_aten.sum.default, counts), dtype=dtype)
+        none = make(_aten.scalar_tensor.default, 0.0, dtype=dtype, device=device)
+        first = make(_aten.scalar_tensor.default, 0, dtype=value(target).dtype, device=device)
+        zeros = make(_aten.full.default, [classes], 0.0, dtype=dtype, device=device)
+        known = make(_aten.gather.default, zeros, 0, make(_aten.where.self, counts, target, first))
+        own = make(_aten.where.self, is_label(), logits, none)
+        picked = make(_aten.sum.dim_IntList, own, [1])
+        lost = make(_aten.sub.Tensor, make(_aten.squeeze.dim, log_total, 1), picked)
+        lost = make(_aten.add.Tensor, lost, known)
+        summed = make(_aten.sum.default, make(_aten.where.self, counts, lost, none))
+        mean = make(_aten.div.Tensor, summed, number) if reduction == _MEAN else summed
+    if loss.backward:
+        first_back, last_back = loss.backward
+        upstream: Any = first_back.args[0]
+        with at(last_back):
+            share = upstream
+            if reduction == _MEAN:
+                share = make(_aten.div.Tensor, upstream, number)
+            weights = make(_aten.where.self, make(_aten.unsqueeze.default, counts, 1), share, none)
+            likely = make(_aten.exp.default, make(_aten.sub.Tensor, logits, log_total))
+            less = make(_aten.sub.Scalar, likely, 1)
+            steps = make(_aten.where.self, is_label(), less, likely)
+            grad = make(_aten.mul.Tensor, steps, weights)
+        last_back.replace_all_uses_with(grad)
+    gone = {loss.softmax, loss.loss, *loss.backward, *loss.loss.users}
+    for part in list(loss.loss.users):
+        part.replace_all_uses_with((mean, number)[part.args[1]])  # type: ignore[index]
+    for node in list(graph.nodes):
+        if node.target in _SAME and node.args[0] in gone:
+            gone.add(node)
+    for node in reversed(list(graph.nodes)):
+        if node in gone:
+            graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -615,12 +761,25 @@ class Placing:
             source = self.to(node.args[0], R)  # type: ignore[arg-type]
             whole = self._whole(node)
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
+        elif now == R and isinstance(to, Cut) and node.target is _aten.eq.Tensor:
+            made = self._compared(node, to)
         else:
             made = self._convert(node, new, now, to)
         self.made[key] = made
         if now == P:  # a partial sum is reduced once, for all readers
             self.new[node], self.lies[node] = made, to
         return made
+
+    def _compared(self, node: fx.Node, to: Cut) -> fx.Node:
+        """Return a rank's part of a comparison of whole values, made from parts of these.
+
+        The whole mask, such as labels against all classes, is then made nowhere: the comparison
+        that was emitted first has no reader.
+        """
+        whole = self._whole(node)
+        named: Any = [seen(operand, to, whole.shape) for operand in whole.operands]
+        given = [self.to(a, at) for a, at in zip(node.args, named, strict=True)]  # type: ignore[arg-type]
+        return self._emit(node, node.target, tuple(given), {}, to, whole)
 
     def _is_of_a_sum(self, node: fx.Node, to: Placement) -> bool:
         """Return whether a node views or negates a partial sum that other nodes read too."""
@@ -734,6 +893,11 @@ _ATTENTION = {
 }  # fmt: skip
 _SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_SAME = {_aten.detach.default, _aten.alias.default}
+_KEEPS_CLASSES = {
+    *_VIEWS, *_SAME, _aten.slice.Tensor, _aten.clone.default, _aten._to_copy.default,
+    _aten.transpose.int, _aten.mul.Scalar, _aten.div.Scalar,
+}  # fmt: skip
 _ROWS = {
     *_VIEWS, _aten.index.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.neg.default,
 }  # fmt: skip

@@ -48,7 +48,7 @@ def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
     _, program = captured(name)
     whole = program.planned().clone()
     OpenProducts(parallel).run(whole)
-    OpenLosses(parallel.context).run(whole)
+    OpenLosses(parallel).run(whole)
     MergeTied().run(whole)
     cut = whole.clone()
     Place(parallel).run(cut)
@@ -145,6 +145,30 @@ def test_a_layer_sends_what_megatrons_does(name: str, layer: str) -> None:
         ("forward", "gather_values"): 2, ("forward", "scatter_values"): 2,
         ("backward", "gather_values"): 4, ("backward", "scatter_values"): 2,
     }  # fmt: skip
+
+
+def test_the_loss_is_computed_where_the_logits_are() -> None:
+    """Of each row the ranks exchange their largest logits, a sum and the label's logit."""
+    cut = check("llama", Parallel(tensor=2))
+    of_loss = [
+        (str(node.target).split(".")[1], tuple(value(node).shape))
+        for node in cut.graph(JOINT).nodes
+        if "_values" in str(node.target) and not info(node).unit
+    ]
+    rows = 16
+    assert of_loss == [
+        ("gather_values", (rows, 2)), ("reduce_values", (rows, 1)), ("reduce_values", (rows,)),
+    ]  # fmt: skip
+    classes = 64
+    values = [n.meta.get("val") for n in cut.graph(JOINT).nodes]
+    shapes = [tuple(v.shape) for v in values if isinstance(v, Tensor)]
+    assert (rows, classes) not in shapes, "a value of all classes"
+
+
+def test_losses_of_heads_that_are_whole_stay_as_they_are() -> None:
+    whole, _ = placed("gpt2", Parallel(tensor=2))
+    targets = [str(node.target) for node in whole.graph(JOINT).nodes]
+    assert "aten.nll_loss_forward.default" in targets
 
 
 @pytest.mark.parametrize(
