@@ -227,7 +227,7 @@ def test_an_export_to_the_wrong_kind(tmp_path: Path, run: Any) -> None:
     (tmp_path / "b").write_text("notes")
     for name in ("a.safetensors", "b"):
         before = tree(tmp_path)
-        with pytest.raises(SnapshotError, match="give"):
+        with pytest.raises(SnapshotError, match="Give"):
             zerofx.export(tmp_path / name, run[0])
         assert tree(tmp_path) == before
 

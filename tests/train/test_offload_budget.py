@@ -33,7 +33,7 @@ def test_the_least_is_said_and_will_do(offload: dict[str, Any]) -> None:
     with pytest.raises(BudgetError) as caught:
         on_host(offload, 2, 1)
     least, text = caught.value.least_bytes, str(caught.value)
-    assert f"({least} bytes) on the host per rank" in text and "raise it to that" in text
+    assert f"({least} bytes) on the host per rank" in text and "Raise it to that" in text
     assert "but the budget is 1 B" in text
     assert on_host(offload, 2, least) == least
     with pytest.raises(BudgetError, match=f"{least} bytes"):

@@ -157,7 +157,7 @@ def test_a_gather_in_the_wrong_format_is_refused() -> None:
 def test_a_program_captured_in_another_format_is_refused() -> None:
     model, (args, kwargs) = CASES["gpt"].make(), CASES["gpt"].batch(0)
     program = zerofx.capture(model, args, kwargs)
-    with pytest.raises(PlanError, match=r"capture it with .*compute_dtype=torch.bfloat16"):
+    with pytest.raises(PlanError, match=r"Capture it with .*compute_dtype=torch.bfloat16"):
         zerofx.rewrite(program, zerofx.Plan(precision="bf16"), 2)
     with pytest.raises(CaptureError, match=r"compute_dtype = torch.float64 is not supported"):
         zerofx.capture(model, args, kwargs, compute_dtype=torch.float64)

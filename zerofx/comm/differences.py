@@ -163,7 +163,8 @@ def _rule(whats: list[str], names: list[str]) -> str:
         return "every rank must compile the same model"
     if kinds == {"forward", "inference"}:
         return (
-            "every rank must call the model in the same mode (train() or eval(), torch.no_grad())"
+            "every rank must call the same model or copy of it, in the same mode (train() or "
+            "eval(), torch.no_grad())"
         )
     if kinds == {"forward", "backward"}:
         return "every rank must call backward() after the same forwards, for as many batches"

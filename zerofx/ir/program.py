@@ -400,7 +400,7 @@ class Captured(Program):
         return Planned(plan=Plan(), **shared)
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, repr=False)
 class Planned(Program):
     """A program with the plan that it is compiled for, which passes rewrite one by one.
 
@@ -441,6 +441,11 @@ class Planned(Program):
 
     def planned(self) -> Planned:
         return self
+
+    def __repr__(self) -> str:
+        """Return one line; `dump()` shows the graphs."""
+        where = f"stage {self.plan.stage}, world {self.world_size}, signature {self.signature[:8]}"
+        return f"<program of {self.model_name}: {', '.join(self.graphs)}; {where}>"
 
     def emit(self, directory: str | os.PathLike[str]) -> Path:
         """Write the executable module into a directory."""

@@ -58,7 +58,9 @@ class Batch:
     def __init__(self, label: str, units: Mapping[str, str], total: int) -> None:
         self.label, self.units = label, units
         self.jobs: list[RegionJob] = []
-        self.progress = Progress(label, total, "steps run on ATen until all are compiled")
+        self.progress = Progress(
+            label, total, "at low priority; steps run on ATen until all are compiled"
+        )
         self._has_warned = False
 
     @property
