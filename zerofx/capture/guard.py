@@ -158,7 +158,7 @@ def check_wrappers(model: nn.Module) -> None:
             raise CaptureError(
                 f"capture: {name} is a DTensor with placements {param.placements}, as "
                 "parallelize_module, distribute_module and replicate make them; zerofx shards "
-                "plain tensors: build the model again without it and compile that"
+                "plain tensors. Build the model again without it and compile that"
             )
 
 

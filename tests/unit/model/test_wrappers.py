@@ -112,7 +112,7 @@ def test_wrappers_are_refused_by_name(pool: Pool) -> None:
             assert text.startswith("CaptureError: capture:" if is_before else "ShardError: ")
             assert (
                 "Pass the plain module" in text
-                or "uild the model again" in text
+                or "Build the model again" in text
                 or ("Drop " in text and "train the compiled model as it is" in text)
             )
 
