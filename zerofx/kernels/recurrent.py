@@ -2,8 +2,9 @@
 
 Traced step by step, a recurrent layer has about thirty nodes per time step and direction: two
 layers over 512 steps take minutes to capture and to compile. As one op it runs torch's own kernel
-(oneDNN, cuDNN), bit for bit as in eager PyTorch. Its backward runs the forward again, so that only
-the inputs are kept.
+(ATen, oneDNN, cuDNN). Its backward runs the forward again, so that only the inputs are kept. Values
+equal eager PyTorch's bit for bit in ATen's kernel. oneDNN has one kernel for inference, which the
+op's forward runs, and another for training: on some processors they differ by rounding.
 """
 
 from __future__ import annotations
