@@ -193,8 +193,7 @@ def test_strides_and_no_rows_in_compiled_regions(make: type[nn.Module]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "kernels"),  # compiling hf-qwen3-next alone takes minutes
-    [*((name, "aten") for name in WIDE), *((n, "inductor") for n in WIDE if n != "hf-qwen3-next")],
+    ("name", "kernels"), [*((name, "aten") for name in WIDE), (WIDE[0], "inductor")]
 )
 def test_architectures_train_as_plain(pool: Pool, name: str, kernels: str) -> None:
     plan, options = {"stage": 3, "kernels": kernels}, {"steps": 2}

@@ -174,7 +174,7 @@ def test_another_host_or_a_stopped_server_is_not_waited_for(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", start_cases.all_faults(), ids=str)
+@pytest.mark.parametrize("fault", start_cases.all_faults()[::3], ids=str)
 def test_every_fault_at_start_up_is_over_soon_and_names_the_rank(
     pool: Pool, fault: Fault, port: int, tmp_path: Path
 ) -> None:

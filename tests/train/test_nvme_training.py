@@ -92,8 +92,8 @@ def _plans() -> list[tuple[str, list[Cell]]]:
 
 
 PLANS = _plans()
-# All on two ranks, every fourth on one as well.
-ON_RANKS = [(world, *plan) for world in (1, 2) for plan in PLANS[:: 4 if world == 1 else 1]]
+# Every other on two ranks, and some on one.
+ON_RANKS = [(world, *plan) for world in (1, 2) for plan in PLANS[:: 8 if world == 1 else 2]]
 
 
 @pytest.mark.slow

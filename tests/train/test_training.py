@@ -74,18 +74,18 @@ FACTORS: dict[str, Sequence[Any]] = {
 
 
 @functools.cache
-def triples() -> list[dict[str, Any]]:
-    """Return rows in which any three choices of FACTORS occur together."""
-    return covering(FACTORS, 3)
+def pairs() -> list[dict[str, Any]]:
+    """Return rows in which any two choices of FACTORS occur together."""
+    return covering(FACTORS, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", FACTORS["kernels"])
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_any_three_choices(pool: Any, name: str, kernels: str, record_property: Any) -> None:
+def test_any_two_choices(pool: Any, name: str, kernels: str, record_property: Any) -> None:
     """For each model, every pair of choices; what was found goes into a table."""
     found: list[Report] = []
-    for row in triples():
+    for row in pairs():
         if (row["name"], row["kernels"]) == (name, kernels):
             plan = {key: row[key] for key in ("kernels", "stage", "activations")}
             options = {key: row[key] for key in ("optimizer", "accumulation", "clip")}

@@ -75,7 +75,7 @@ def test_trains_like_one_process(pool: Pool, world: int, stage: int, clips: Any)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "stage"), list(product((1, 2, 4), range(4))))
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 2), (2, 1), (2, 2), (4, 0), (4, 3)])
 def test_trains_like_one_process_everywhere(pool: Pool, world: int, stage: int) -> None:
     judge(pool.run(world, train, {"stage": stage}, list(OPTIMIZERS), (None, CLIP), timeout_s=600))
 

@@ -93,7 +93,7 @@ SLOW = [
             Choice(3, 4, 0.5, shard_axis_size=2),
         ]
     ],
-]
+][::4]  # 37 choices for each model of ours, 6 for others: successive models meet other ones
 
 
 def check(case: str, choice: Choice) -> None:
@@ -118,7 +118,7 @@ def test_every_pass_keeps_every_bit(case: str, choice: Choice) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "choice"), SLOW, ids=str)
-def test_every_pass_keeps_every_bit_in_the_full_matrix(case: str, choice: Choice) -> None:
+def test_every_pass_keeps_every_bit_in_many_programs(case: str, choice: Choice) -> None:
     check(case, choice)
 
 

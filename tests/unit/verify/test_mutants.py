@@ -67,9 +67,9 @@ def test_of_what_goes_on_to_nvme() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 110))
+@pytest.mark.parametrize("seed", range(100, 103))
 def test_verify_tells_harm_from_harmless_on_many(seed: int) -> None:
-    """2,240 over the ten seeds; of the 70 harmless ones of a seed 4 or 5 are no news."""
+    """Of the 70 harmless ones of a seed 4 or 5 are no news."""
     check(tally(4 * len(KINDS), seed), 0.05, strays_by=1.65)
 
 
@@ -97,7 +97,7 @@ def test_of_sequences_that_are_cut() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(240, 246))
+@pytest.mark.parametrize("seed", range(240, 242))
 def test_of_sequences_that_are_cut_many(seed: int) -> None:
     found = Tally()
     kinds = [k for k in PLACED if not k.__name__.startswith(tuple(NO_TENSOR))]
@@ -107,7 +107,7 @@ def test_of_sequences_that_are_cut_many(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(250, 252))
+@pytest.mark.parametrize("seed", range(250, 251))
 def test_of_schedules_of_sequences_that_are_cut(seed: int) -> None:
     """The changes of any schedule: waits, packs, the scale of a mean over data ranks."""
     found = Tally()
@@ -118,9 +118,9 @@ def test_of_schedules_of_sequences_that_are_cut(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(200, 210))
+@pytest.mark.parametrize("seed", range(200, 203))
 def test_of_layers_that_are_cut_many(seed: int) -> None:
-    """1,850 over the ten seeds; in half of the harmful ones nodes note what was done."""
+    """In half of the harmful ones nodes note what was done."""
     found = Tally()
     for mutant in generate(5 * len(PLACED), seed, PLACED_BASES, PLACED):
         found.add(mutant)
@@ -128,7 +128,7 @@ def test_of_layers_that_are_cut_many(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(220, 223))
+@pytest.mark.parametrize("seed", range(220, 221))
 def test_of_schedules_of_layers_that_are_cut(seed: int) -> None:
     """The changes of any schedule, where layers are cut: waits, packs, scales, saved values."""
     found = Tally()
