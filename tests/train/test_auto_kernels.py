@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.runtime.regions import background
+from zerofx.runtime.regions import background, foreman
 from zerofx.runtime.regions.swap import Swap
 
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -208,6 +210,33 @@ def test_sizes_that_vary() -> None:
             assert len(model.zerofx.programs[0].sizes.symbols) == 1
             assert_equal(found["auto"][-3:], found["inductor"][-3:], is_exact=True)
     assert_equal(found["auto"], found["plain"], is_exact=False)
+
+
+@pytest.mark.usefixtures("cold")
+def test_what_no_call_needs_any_more_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program for many sizes takes the place of those for one: their regions are left out."""
+    own = background.Compilers()
+    monkeypatch.setattr(own, "_start", lambda: setattr(own, "_process", "that never begins"))
+    monkeypatch.setattr(background, "_COMPILERS", [own])
+    model = zerofx.compile(net(), {"kernels": "auto"}, **CPU)
+    asked: list[dict[str, Any]] = []
+    for size in (6, 5):
+        model(batch(0)[:size]).backward()
+        while not own._orders.empty():
+            asked.append(json.loads(own._orders.get()))
+    own._process = None
+    begun = [order["id"] for order in asked if not order.get("drop")]
+    dropped = [order["id"] for order in asked if order.get("drop")]
+    wanted = [name for name in begun if name not in dropped]
+    assert dropped == begun[: len(dropped)] and len(wanted) == len(dropped) > 0
+    assert [str(path) for path, job in own._jobs.items() if not job.end] == wanted
+    # The foreman itself would take this process's standard output.
+    waiting = foreman.Foreman.__new__(foreman.Foreman)
+    waiting._waiting, waiting._text = deque(), b""
+    lines = iter(["".join(json.dumps(order) + "\n" for order in asked).encode(), b""])
+    monkeypatch.setattr(foreman.os, "read", lambda *_: next(lines))
+    waiting._take_orders()
+    assert [job["id"] for job in waiting._waiting] == wanted
 
 
 @pytest.mark.usefixtures("_warm")
@@ -523,7 +552,7 @@ TRAINS = """
 import os, signal, sys, time
 from pathlib import Path
 import zerofx
-from zerofx.runtime.regions import background
+from zerofx.runtime.regions import background, foreman
 import test_auto_kernels as cases
 
 background.NICENESS = 0

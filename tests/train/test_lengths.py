@@ -147,6 +147,37 @@ def test_generation_compiles_for_two_lengths():
     assert len(model.programs) == 1
 
 
+class Cached(nn.Module):
+    """Hands out what it has seen with numbers that say how much that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x, seen=0, cache=None):
+        h = self.inner(x)
+        h = h if cache is None else torch.cat([cache, h], dim=1)
+        numbers = {"seen": seen + x.shape[1], "part": h.shape[1] / 2, "is_long": h.shape[1] > 2}
+        return {"out": h[:, -1:], "cache": h, "shape": tuple(h.shape), "name": "h", **numbers}
+
+
+@torch.no_grad()
+def test_numbers_that_depend_on_sizes_are_handed_out():
+    torch.manual_seed(0)
+    plain, model = same(Cached(), compiled(Cached()))
+    x = torch.randn(2, 3, 4)
+    expected, found = plain(x), model(x)
+    for _ in range(6):
+        expected = plain(expected["out"], expected["seen"], expected["cache"])
+        found = model(found["out"], found["seen"], found["cache"])
+        for key, value in expected.items():
+            if isinstance(value, torch.Tensor):
+                torch.testing.assert_close(found[key], value)
+            else:
+                assert (found[key], type(found[key])) == (value, type(value)), key
+    assert len(model.programs) == 2
+
+
 LENGTHS = ((12, 9), (20, 9), (7, 15), (31, 16), (10, 11))  # of each rank, step by step
 
 

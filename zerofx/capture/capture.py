@@ -38,7 +38,7 @@ from zerofx.errors import CaptureError
 from zerofx.ir.meta import OutputInfo, Role
 from zerofx.ir.names import find_unit_of_module
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo, Use
-from zerofx.ir.settle import settle
+from zerofx.ir.settle import settle, settled_results
 from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 from zerofx.layout.styles import styles_of
 from zerofx.plan.fields import Patterns
@@ -132,7 +132,11 @@ def capture(
 
     names = Names(call, harness.results, unit_of_param, buffers, tuple(numbers))
     gm, infos = label(gm, names)
-    served = settled(gm, symbols, varying, own) if symbols is not None else Sizes()
+    served = Sizes()
+    if symbols is not None:
+        served = settled(gm, symbols, varying, own)
+        results = harness.results
+        results.constants = settled_results(results.constants, symbols, served)
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
     return Captured(

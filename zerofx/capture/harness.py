@@ -47,17 +47,16 @@ class Results:
     dropped: tuple[str, ...] = ()
 
     def keep_constant(self, number: int, leaf: Any) -> None:
-        """Record a leaf that is not a tensor; a leaf of an unknown type becomes None."""
+        """Record a leaf that is not a tensor; a leaf of an unknown type becomes None.
+
+        A number that depends on sizes which vary is recorded with its symbols.
+        """
         if isinstance(leaf, (Iterator, Callable, torch.distributions.Distribution)):  # type: ignore[arg-type]
             raise CaptureError(
                 f"capture: output {self.names[number]} is a {type(leaf).__name__}, which a "
                 "program cannot return. Return the tensors it is made of"
             )
-        if any(map(is_symbolic, leaf if isinstance(leaf, tuple) else (leaf,))):
-            raise CaptureError(
-                f"capture: output {self.names[number]} is a size that varies. Return it as a tensor"
-            )
-        is_known = isinstance(leaf, _CONSTANTS)
+        is_known = isinstance(leaf, _CONSTANTS) or is_symbolic(leaf)
         self.constants[number] = leaf if is_known else None
         if not is_known:
             self.dropped += (f"{self.names[number]} ({type(leaf).__name__})",)

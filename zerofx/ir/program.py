@@ -113,7 +113,8 @@ class Calling:
     in_spec: tree of ((args...), {kwargs}); leaves are numbered in its order.
     tensor_leaves: numbers of the leaves that are tensors (graph inputs); others were constants.
     out_spec: tree of the result; the fields below give the origin of each leaf.
-    constants: output leaf -> its constant Python value (None, a number, a string).
+    constants: output leaf -> its constant Python value (None, a number, a string), with a `Size`
+        for a number that depends on sizes which vary.
     loss: output leaf that is differentiated, or None if all float outputs are.
     detached: output leaves that require no grad in eager PyTorch, and therefore none here.
     dropped: names of omitted outputs of unknown types (a KV cache).

@@ -69,6 +69,12 @@ class Written:
         return self._known[text]
 
 
+def settled_results(results: Mapping[int, Any], symbols: Symbols, sizes: Sizes) -> dict[int, Any]:
+    """Replace symbols by sizes in the results that are not tensors: numbers, shapes."""
+    written = Written(symbols, sizes.hints)
+    return {leaf: _replaced(result, written, set()) for leaf, result in results.items()}
+
+
 def _replaced(argument: Any, written: Callable[[Any], Any], symbolic: set[fx.Node]) -> Any:
     if isinstance(argument, fx.Node):
         return written(value(argument)) if argument in symbolic else argument

@@ -6,7 +6,7 @@ import hashlib
 import keyword
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -31,6 +31,12 @@ def describe(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(describe(v) for v in value)})"
     return repr(value)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Return `a, b, c and 4 more` for many names."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @lru_cache(maxsize=4096)

@@ -19,6 +19,7 @@ from zerofx.ir.order import Crossing, Order
 from zerofx.ir.placing import check_placed
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
+from zerofx.ir.text import few
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest, label_of
 from zerofx.policy import schedules
@@ -188,7 +189,7 @@ def check_dataflow(program: Planned) -> None:
     ]
     if not wrong:
         return
-    names = ", ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+    names = few(wrong)
     graph, node, what = _first_difference(program, reference, numbering, made.get(wrong[0]))
     raise fault(
         program,

@@ -36,6 +36,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, 
 from zerofx.ir.settle import with_sizes
 from zerofx.ir.sizes import Sizes, Symbol, at, form, names_in
 from zerofx.ir.spec import Kind, OpSpec, bucket_of, kind_of, spec_of
+from zerofx.ir.text import few
 from zerofx.ir.verify import verify
 from zerofx.layout.tiers import Tier
 from zerofx.model.blame import Blame
@@ -99,9 +100,11 @@ class Bound:
             self._leaves = tuple(wire.leaf for wire in program.stage.results)
         self._num_outputs = calling.out_spec.num_leaves
         self._is_single = calling.out_spec.is_leaf() and self._leaves == (0,)
+        self._has_numbers = bool(names_in(calling.constants))
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._result(self.executable(_leaves(args, kwargs)))
+        leaves = _leaves(args, kwargs)
+        return self._result(self.executable(leaves), leaves)
 
     def run(
         self,
@@ -121,15 +124,19 @@ class Bound:
                 [own_stage(program) for program in programs],
                 Steps(self.program),
             )
-        return self._result(self._pipeline([_leaves(*each) for each in micro_batches]))
+        leaves = [_leaves(*each) for each in micro_batches]
+        return self._result(self._pipeline(leaves), leaves[0])
 
-    def _result(self, outs: list[Tensor]) -> Any:
+    def _result(self, outs: list[Tensor], leaves: Sequence[Any]) -> Any:
         calling = self.program.calling
         for change in calling.left:
             change.apply(self._model)
         if self._is_single:
             return outs[0]
-        results: list[Any] = [calling.constants.get(i) for i in range(self._num_outputs)]
+        constants = calling.constants
+        if self._has_numbers:
+            constants = at(constants, self.program.sizes.of(leaves))
+        results: list[Any] = [constants.get(i) for i in range(self._num_outputs)]
         for leaf, out in zip(self._leaves, outs, strict=True):
             results[leaf] = out
         return trees.unflatten(results, calling.out_spec)
@@ -615,6 +622,8 @@ class ProgramTable:
         for key in keys:
             bound = self.bound.pop(key)
             bound.executable.slots = bound.slots.sizes
+            if bound.executable.swap is not None:
+                bound.executable.swap.drop()
             engine.values.forget(written_out(bound.program))
         pool = joined(b.slots for b in self.bound.values())
         if pool != Pool(engine.slots.sizes, engine.forward_slots):
@@ -744,7 +753,7 @@ class ProgramTable:
         log.warning(
             "%s: %s cannot vary within one program (%s). Each value is compiled separately.",
             key[0].entry.describe(self._model),
-            ", ".join(str(dim) for symbol in symbols for dim in symbol.dims),
+            few([str(dim) for symbol in symbols for dim in symbol.dims]),
             str(why).partition("\n")[0] or type(why).__name__,
         )
 

@@ -137,6 +137,18 @@ class Compilers:
                 self._send(new)
         return batch
 
+    def drop(self, batch: Batch) -> None:
+        """Compile no more for a batch: regions that no other one waits for are not begun."""
+        with self._lock:
+            batch.progress.end(say_so=False)
+            for job in batch.jobs:
+                if batch not in job.batches:  # it has ended
+                    continue
+                job.batches.remove(batch)
+                if not job.batches:
+                    job.end, job.why = foreman.DIED, "is no longer needed"
+                    self._orders.put(json.dumps({"id": str(job.path), "drop": True}) + "\n")
+
     def close(self) -> None:
         """End the foreman and its processes."""
         with self._lock:

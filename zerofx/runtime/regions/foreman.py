@@ -136,7 +136,12 @@ class Foreman:
         except BlockingIOError:
             pass
         *lines, self._text = self._text.split(b"\n")
-        self._waiting.extend(json.loads(line) for line in lines)
+        for order in map(json.loads, lines):
+            if order.get("drop"):
+                kept = [job for job in self._waiting if job["id"] != order["id"]]
+                self._waiting = deque(kept)
+            else:
+                self._waiting.append(order)
 
     def _start_waiting(self) -> None:
         now = time.monotonic()

@@ -69,6 +69,12 @@ class Swap:
         assert self._made is not None, "the compiled functions do not exist yet"
         return self._made
 
+    def drop(self) -> None:
+        """Compile no more for this program, which no call finds any more."""
+        if self._made is None:
+            self._is_off = True
+            compilers().drop(self._batch)
+
     def _is_over(self) -> bool:
         if not self._batch.is_lost:
             return self._batch.is_over
