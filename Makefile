@@ -24,6 +24,7 @@ SLICE ?=
 COUNT ?= 50000
 
 PY := $(VENV)/bin/python
+BASE := $(VENV)/.base
 STAMP := $(VENV)/.installed
 
 # Ranks are processes: more than one thread in each makes them fight over the cores, and waiting
@@ -38,15 +39,20 @@ unexport PYTHONDONTWRITEBYTECODE
 
 venv: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+# What training needs; the tests need several packages more.
+$(BASE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
 		|| { echo "zerofx needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
 	@echo "installing into $(VENV): this takes a few minutes the first time"
 	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(STAMP): $(BASE)
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,solver]'
 	@touch $@
 
-demo: $(STAMP)
+demo: $(BASE)
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m zerofx demo
 
 lint: $(STAMP)

@@ -22,8 +22,9 @@ from zerofx.runtime.store.state import FullReader
 def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]:
     """Let eager code use the whole parameters of a module, as plain `nn.Parameter`s.
 
-    Inside the block, the module is the user's own again. It runs eagerly, and all code that reads
-    parameters works (generate, merge_and_unload, save_pretrained, histograms, state_dict). This is
+    Inside the block, the module is the user's own again, without `model.zerofx`. It runs eagerly,
+    and all code that reads parameters works (generate, merge_and_unload, save_pretrained,
+    histograms, state_dict). This is
     a collective call: every rank must enter and leave. Until then, each rank holds all parameters
     of the module, on the device that it computes with. To hold less, enter unit by unit (`for block
     in model.blocks: with whole(block): ...`).
