@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pool import Pool
 from tensor_models import MODELS, batch
 from torch import Tensor, nn
@@ -132,6 +133,49 @@ def past_the_classes(model: nn.Module) -> str:
     with pytest.raises((RuntimeError, IndexError), match="out of bounds") as told:
         model(**wrong)
     return str(told.value)
+
+
+class Weighed(nn.Module):
+    """A loss with weights of classes, smoothed labels, or both, which needs all logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make("llama")
+
+    def forward(self, ids: Tensor, labels: Tensor, smoothing: float, weight: Tensor | None) -> Any:
+        logits = self.inner(ids).logits[:, :-1].flatten(0, 1)
+        target = labels[:, 1:].flatten()
+        return F.cross_entropy(logits, target, weight, label_smoothing=smoothing)
+
+
+def weighed(model: nn.Module) -> list[Any]:
+    """Return losses and gradients for each kind of loss."""
+    made = labelled()
+    found: list[Any] = []
+    for smoothing, weight in (
+        (0.1, None),
+        (0.0, torch.linspace(0.5, 2, 64)),
+        (0.2, torch.ones(64)),
+    ):
+        loss = model(made["input_ids"], made["labels"], smoothing, weight)
+        loss.backward()
+        norm = float(clip_grad_norm_(model.parameters(), 1e9))
+        model.zero_grad()
+        found.append((float(loss.detach()), norm))
+    return found
+
+
+def weighed_on_ranks() -> list[Any]:
+    plan = {"kernels": "aten", "parallel": {"tensor": 2}, "outputs": "loss"}
+    return weighed(zerofx.compile(Weighed(), plan))
+
+
+@pytest.mark.slow
+def test_weights_of_classes_and_smoothed_labels(pool: Pool) -> None:
+    expected = weighed(Weighed())
+    for found in pool.run(2, weighed_on_ranks):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
 
 
 def test_a_loss_over_cut_classes_is_that_of_all(pool: Pool) -> None:
