@@ -1261,6 +1261,16 @@ def locks() -> None:
         assert inductor._timed_out_lock(caught.value) == path
 
 
+@contract("torch._functorch._aot_autograd.autograd_cache.FXGraphCacheMiss")
+def hidden_misses() -> None:
+    """An artifact whose code cannot be loaded is a miss, whatever the reason was."""
+    from torch._functorch._aot_autograd import aot_autograd_result
+    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
+
+    assert issubclass(FXGraphCacheMiss, Exception)
+    assert "raise FXGraphCacheMiss" in inspect.getsource(aot_autograd_result)
+
+
 @contract("torch._inductor.runtime.cache_dir_utils.cache_dir")
 def cache_folder() -> None:
     """It is looked up again each time, so that a cache of one's own holds within a block only."""

@@ -21,6 +21,7 @@ import pytest
 import torch
 from pool import Pool
 from torch import nn
+from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
 
 import zerofx
 from zerofx.compat import inductor
@@ -132,6 +133,12 @@ def test_a_library_that_cannot_be_loaded(
             module_from_spec(spec_from_file_location("half", library))  # type: ignore[arg-type]
         return os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
+    def missed(folder: str) -> str:
+        if os.environ["TORCHINDUCTOR_CACHE_DIR"] == folder:
+            raise FXGraphCacheMiss
+        return os.environ["TORCHINDUCTOR_CACHE_DIR"]
+
+    assert inductor._despite_cache(lambda: missed(shared), 1.0) != shared
     assert inductor._despite_cache(lambda: load(shared), 1.0) != shared
     assert f"{shared}/ab/half.so cannot be loaded" in caplog.text
     with pytest.raises(ImportError, match="file too short"):

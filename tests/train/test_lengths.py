@@ -300,7 +300,8 @@ def same(*models):
 
 
 @pytest.mark.slow
-def test_inductor_compiles_regions_once_for_all_lengths(tmp_path):
+def test_inductor_compiles_regions_once_for_all_lengths(tmp_path, monkeypatch):
+    monkeypatch.setenv("ZEROFX_CACHE_DIR", str(tmp_path / "cache"))  # where nothing is compiled yet
     torch.manual_seed(0)
     plain, mine = same(MLP(), MLP())
     model = compiled(mine, kernels="inductor")

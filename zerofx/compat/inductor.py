@@ -174,13 +174,17 @@ def _despite_cache(step: Callable[[], T], limit_s: float) -> T:
 
     Inductor would wait 600 s for a process that was stopped while it held a lock, and then fail. A
     compiler that was killed leaves an incomplete library, which Inductor would load again and
-    again.
+    again. Where either happens as an artifact is loaded, Inductor hides it behind a cache miss.
     """
+    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
+
     try:
         with _impatient(limit_s):
             return step()
     except Exception as error:
-        if lock := _timed_out_lock(error):
+        if isinstance(error, FXGraphCacheMiss):
+            log.info("Inductor's cache cannot be used now. This process has one of its own.")
+        elif lock := _timed_out_lock(error):
             log.warning(
                 "%s was locked for %g s by another process, which may have been stopped. This "
                 "process compiles in a cache of its own.", lock, limit_s,
@@ -346,8 +350,12 @@ def load_artifact(
     from torch._inductor import CompiledArtifact
 
     load = functools.partial(CompiledArtifact.load, path=path, format="binary")
+    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
+
     try:
         return _boxed(_despite_cache(load, lock_limit_s))
+    except FXGraphCacheMiss:
+        return None
     except (AssertionError, RuntimeError, EOFError):  # another torch version's key or serialisation
         return None
 

@@ -54,7 +54,9 @@ def _forward(
     output, h, *c = MODES[mode](
         input, *state, weights, has_biases, 1, 0.0, is_training, is_bidirectional, False
     )
-    return output, h, c[0] if c else input.new_empty(0)
+    # Under a dispatch mode torch 2.11's oneDNN states have a dimension of 1 too many.
+    h = h.reshape(hidden[0].shape)
+    return output, h, c[0].reshape(hidden[1].shape) if c else input.new_empty(0)
 
 
 def _forward_op(*args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,7 +33,9 @@ def swap_two(edit: Editor) -> str | None:
 
 
 def swap_launches(edit: Editor) -> str | None:
-    return _swap_two(edit, edit.rng.choice(sorted(op_sets.LAUNCHES, key=str)))
+    targets = sorted(op_sets.LAUNCHES, key=str)
+    edit.rng.shuffle(targets)
+    return next(filter(None, (_swap_two(edit, target) for target in targets)), None)
 
 
 def _swap_two(edit: Editor, target: object) -> str | None:

