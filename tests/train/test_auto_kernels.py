@@ -552,7 +552,7 @@ TRAINS = """
 import os, signal, sys, time
 from pathlib import Path
 import zerofx
-from zerofx.runtime.regions import background, foreman
+from zerofx.runtime.regions import background
 import test_auto_kernels as cases
 
 background.NICENESS = 0

@@ -151,12 +151,8 @@ class Weighed(nn.Module):
 def weighed(model: nn.Module) -> list[Any]:
     """Return losses and gradients for each kind of loss."""
     made = labelled()
-    found: list[Any] = []
-    for smoothing, weight in (
-        (0.1, None),
-        (0.0, torch.linspace(0.5, 2, 64)),
-        (0.2, torch.ones(64)),
-    ):
+    weights, found = torch.linspace(0.5, 2, 64), list[Any]()
+    for smoothing, weight in ((0.1, None), (0.0, weights), (0.2, weights)):
         loss = model(made["input_ids"], made["labels"], smoothing, weight)
         loss.backward()
         norm = float(clip_grad_norm_(model.parameters(), 1e9))

@@ -347,16 +347,15 @@ def load_artifact(
     direct = load_direct(path)
     if direct is not None:
         return direct
+    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
     from torch._inductor import CompiledArtifact
 
     load = functools.partial(CompiledArtifact.load, path=path, format="binary")
-    from torch._functorch._aot_autograd.autograd_cache import FXGraphCacheMiss
-
+    # Of another torch version, the key or the serialisation differs.
+    unreadable = AssertionError, RuntimeError, EOFError, FXGraphCacheMiss
     try:
         return _boxed(_despite_cache(load, lock_limit_s))
-    except FXGraphCacheMiss:
-        return None
-    except (AssertionError, RuntimeError, EOFError):  # another torch version's key or serialisation
+    except unreadable:
         return None
 
 

@@ -24,10 +24,9 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
 
     Inside the block, the module is the user's own again, without `model.zerofx`. It runs eagerly,
     and all code that reads parameters works (generate, merge_and_unload, save_pretrained,
-    histograms, state_dict). This is
-    a collective call: every rank must enter and leave. Until then, each rank holds all parameters
-    of the module, on the device that it computes with. To hold less, enter unit by unit (`for block
-    in model.blocks: with whole(block): ...`).
+    histograms, state_dict). This is a collective call: every rank must enter and leave. Until then,
+    each rank holds all parameters of the module, on the device that it computes with. To hold less,
+    enter unit by unit (`for block in model.blocks: with whole(block): ...`).
 
     In a forward that runs eagerly (an island), gradients of values computed inside reach the
     parameters, and each rank enters on its own, as its code runs.
