@@ -22,6 +22,7 @@ import slices
 import torch
 from hypothesis import HealthCheck, settings
 from nvme_cases import disk, engine, file, kept, store_engine  # noqa: F401  (fixtures)
+from leftovers import python_dispatches
 from pool import pool  # noqa: F401  (a fixture: real gloo ranks)
 from triton_interpreter import interpreted  # noqa: F401  (a fixture: a process of its own)
 
@@ -61,6 +62,12 @@ def _import_path() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
+
+
+@pytest.fixture(autouse=True)
+def _operators_are_not_python() -> Iterator[None]:
+    yield
+    assert not python_dispatches()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from leftovers import python_dispatches
 from private_torch import PACKAGE, defined_in, resolved, uses_in, uses_of_package
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -677,6 +678,18 @@ def operators_that_are_decomposed_in_python() -> None:
     with symbols.mode():
         made = torch.ops.aten.constant_pad_nd.default(torch.empty(symbols.sizes["s0"]), [0, 1])
     assert symbols.text(made.shape[0]) == "1 + s0" and not symbols.constants()
+
+
+@contract("torch._dispatch.python.no_python_dispatcher")
+def guards_that_end_in_another_order() -> None:
+    """What a guard restores is what was there when it was made; the outermost one has the last word."""
+    with tracing.no_python_dispatcher():
+        theirs = strides.enable_python_dispatcher()
+        ours = strides.enable_python_dispatcher()
+        for guard in (theirs, ours):
+            guard.__exit__(None, None, None)
+        assert python_dispatches()
+    assert not python_dispatches()
 
 
 @contract("torch.fx._lazy_graph_module._use_lazy_graph_module")

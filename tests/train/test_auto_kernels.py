@@ -130,6 +130,16 @@ def test_a_warm_cache_has_no_aten_phase(monkeypatch: pytest.MonkeyPatch) -> None
     assert str(model.zerofx.kernels[0]) == "Blocks (training): inductor since call 1"
 
 
+def test_later_programs_of_a_kind_are_numbered() -> None:
+    model = zerofx.compile(net(), {"kernels": "aten", "dynamic": "off"}, **CPU)
+    for rows in (6, 4, 6, 2):
+        model(batch(0)[:rows])
+    with torch.no_grad():
+        model(batch(0))
+    kinds = ("training", "training, program 2", "training, program 3", "inference")
+    assert [running.program for running in model.zerofx.kernels] == [f"Blocks ({k})" for k in kinds]
+
+
 @pytest.mark.usefixtures("_warm")
 def test_before_and_after_the_swap() -> None:
     """Up to the swap it is ATen to the bit, after it what Inductor makes of the same state."""

@@ -158,7 +158,7 @@ class Cached(nn.Module):
         h = self.inner(x)
         h = h if cache is None else torch.cat([cache, h], dim=1)
         numbers = {"seen": seen + x.shape[1], "part": h.shape[1] / 2, "is_long": h.shape[1] > 2}
-        return {"out": h[:, -1:], "cache": h, "shape": tuple(h.shape), "name": "h", **numbers}
+        return {"out": h[:, -1:], "cache": h, "shape": h.shape, "name": "h", **numbers}
 
 
 @torch.no_grad()

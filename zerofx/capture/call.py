@@ -16,13 +16,15 @@ from zerofx.capture.guard import check_arguments, check_packed
 from zerofx.capture.original import Entry
 from zerofx.compat.graphs import FakeTensorMode, TreeSpec, pytree
 from zerofx.compat.modules import own_parameters
+from zerofx.compat.tracing import is_symbolic
 from zerofx.errors import PlanError
 from zerofx.plan.fields import covers
 
 # -- Flatten a call's arguments and results into numbered leaves, and rebuild them -----------------
 # torch's pytree knows tuples, lists, dicts, named tuples and the classes that libraries register
 # with it (`ModelOutput`). Unregistered dataclasses and subclasses of dict are opened here through a
-# private node type, so that zerofx registers no class on the user's behalf.
+# private node type, so that zerofx registers no class on the user's behalf. So are shapes, of which
+# pytree makes tuples.
 
 
 class _Opened:
@@ -39,6 +41,7 @@ def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
 def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
     is_record = dataclasses.is_dataclass(node.kind)
     entry = pytree.GetAttrKey if is_record else pytree.MappingKey
+    entry = pytree.SequenceKey if node.kind is torch.Size else entry
     pairs: list[tuple[Any, Any]] = [
         (entry(k), v) for k, v in zip(node.keys, node.values, strict=True)
     ]
@@ -48,6 +51,10 @@ def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
 def _unflatten(values: Any, context: tuple[type, tuple[Any, ...]]) -> Any:
     """Rebuild the object without calling its constructor, which may compute or raise."""
     kind, keys = context
+    if kind is torch.Size:
+        values = tuple(values)
+        is_shape = all(isinstance(v, int) or is_symbolic(v) for v in values)
+        return torch.Size(values) if is_shape else values
     made: Any = kind.__new__(kind)  # type: ignore[call-overload]
     pairs = zip(keys, values, strict=True)
     if dataclasses.is_dataclass(kind):
@@ -64,26 +71,32 @@ pytree.register_pytree_node(_Opened, _flatten, _unflatten, flatten_with_keys_fn=
 
 
 def _open(obj: Any) -> Any:
-    """Replace a leaf that is a dataclass or a mapping by its `_Opened`, recursively."""
+    """Replace a leaf that is a dataclass, a mapping or a shape by its `_Opened`, recursively."""
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         keys = tuple(f.name for f in dataclasses.fields(obj) if hasattr(obj, f.name))
         values = [getattr(obj, k) for k in keys]
     elif isinstance(obj, (dict, UserDict)):
         keys = tuple(obj.keys())
         values = [obj[k] for k in keys]
+    elif isinstance(obj, torch.Size):
+        keys, values = tuple(range(len(obj))), [*obj]
     else:
         return obj
-    return _Opened(type(obj), keys, [pytree.tree_map(_open, v) for v in values])
+    return _Opened(type(obj), keys, [_all_opened(v) for v in values])
+
+
+def _all_opened(tree: Any) -> Any:
+    return pytree.tree_map(_open, tree, is_leaf=lambda node: isinstance(node, torch.Size))
 
 
 def flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
     """Return the leaves of a tree and the spec that rebuilds it."""
-    return pytree.tree_flatten(pytree.tree_map(_open, tree))
+    return pytree.tree_flatten(_all_opened(tree))
 
 
 def flatten_named(tree: Any) -> tuple[list[str], list[Any], TreeSpec]:
     """Flatten a tree and name every leaf: `loss`, `[0]`, `hidden_states[2]`."""
-    opened = pytree.tree_map(_open, tree)
+    opened = _all_opened(tree)
     leaves, spec = pytree.tree_flatten(opened)
     return [_path_name(path) for path in _paths(opened)], leaves, spec
 

@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._dispatch.python import no_python_dispatcher
 from torch._dynamo.eval_frame import OptimizedModule as OptimizedModule
 from torch._dynamo.source import ConstantSource
 from torch._library.simple_registry import singleton
@@ -611,11 +612,17 @@ def trace_joint(
     result is differentiable, the graph has no backward. Eager runs a backward outside the forward's
     autocast region, hence `backward_pass_autocast`. The graph's module is lazy: nothing runs it,
     and generating its Python twice takes as long as tracing a layer.
+
+    For symbolic sizes torch enables the Python dispatcher before it enters the fake mode, and
+    restores it before it leaves the mode, which would enable it once more. The outermost guard here
+    restores what the caller had. Left enabled it would slow down every operator of the process and
+    hold the GIL during collectives, where gloo's thread can wait for it forever.
     """
     from torch._functorch import config
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     with (
+        no_python_dispatcher(),
         config.patch(backward_pass_autocast="off", functionalize_rng_ops=False),
         use_lazy_graph_modules(True),
         traceable(says_compiling),

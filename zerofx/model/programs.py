@@ -8,6 +8,7 @@ import logging
 import operator
 import os
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
@@ -415,6 +416,8 @@ class ProgramTable:
         self.known: dict[Key, tuple[Planned, Path]] = {
             key: made for key, made in known if other and key not in other._constants
         }
+        self._titles: dict[Key, str] = {}
+        self._num_titles: Counter[str] = Counter()
         # signature -> the program that runs instead
         self._adopted: dict[str, Planned] = dict(other._adopted) if other else {}
         if recorder is None and setting.plan.cuda_graph:
@@ -827,11 +830,9 @@ class ProgramTable:
             forward, backward = recorded.forward, recorded.backward
         buffers, blame = self._buffers_of(program), Blame(program, directory)
         executable = Executable(forward, backward, made, self._engine, buffers, blame)
-        executable.is_auto = starts
+        executable.is_auto, title = starts, self._title(key)
         if later:
-            label = f"{program.model_name} ({'training' if program.is_training else 'inference'})"
-            busy = self._engine.world.busy
-            executable.swap = Swap(later[0], (forward, backward), label, busy)
+            executable.swap = Swap(later[0], (forward, backward), title, self._engine.world.busy)
         self.bound[key] = bound = Bound(program, executable, slots, self._model)
         if self.on_bound is not None:
             self.on_bound(bound)
@@ -842,14 +843,24 @@ class ProgramTable:
     def kernels(self) -> list[Running]:
         """What the regions of each bound program run as."""
         found = []
-        for bound in self.bound.values():
+        for key, bound in self.bound.items():
             run, program = bound.executable, bound.program
-            kind = "training" if program.is_training else "inference"
             is_plain = run.swap is not None or program.plan.kernels == "aten" or program.plan.debug
             state = "" if run.swap is None else run.swap.state
             form = "aten" if is_plain else "inductor"
-            found.append(Running(f"{program.model_name} ({kind})", form, run.since, state))
+            found.append(Running(self._title(key), form, run.since, state))
         return found
+
+    def _title(self, key: Key) -> str:
+        """Name a program: `GPT (training)`, and later ones `GPT (training, program 2)`."""
+        if key not in self._titles:
+            program, _ = self.known[key]
+            kind = f"{program.model_name} ({'training' if program.is_training else 'inference'}"
+            self._num_titles[kind] += 1
+            number = self._num_titles[kind]
+            self._titles = {k: title for k, title in self._titles.items() if k in self.known}
+            self._titles[key] = f"{kind}, program {number})" if number > 1 else f"{kind})"
+        return self._titles[key]
 
     def _are_compiled(self) -> bool:
         """Tell whether each program that is bound has its compiled regions, or could swap them."""
