@@ -21,8 +21,8 @@ import pytest
 import slices
 import torch
 from hypothesis import HealthCheck, settings
-from nvme_cases import disk, engine, file, kept, store_engine  # noqa: F401  (fixtures)
 from leftovers import python_dispatches
+from nvme_cases import disk, engine, file, kept, store_engine  # noqa: F401  (fixtures)
 from pool import pool  # noqa: F401  (a fixture: real gloo ranks)
 from triton_interpreter import interpreted  # noqa: F401  (a fixture: a process of its own)
 

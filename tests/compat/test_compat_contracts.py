@@ -682,7 +682,7 @@ def operators_that_are_decomposed_in_python() -> None:
 
 @contract("torch._dispatch.python.no_python_dispatcher")
 def guards_that_end_in_another_order() -> None:
-    """What a guard restores is what was there when it was made; the outermost one has the last word."""
+    """A guard restores what was there when it was made; the outermost one has the last word."""
     with tracing.no_python_dispatcher():
         theirs = strides.enable_python_dispatcher()
         ours = strides.enable_python_dispatcher()

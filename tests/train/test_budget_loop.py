@@ -110,7 +110,7 @@ def two_signatures(budget: int, sizes: tuple[int, int]) -> tuple[list[int], list
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zerofx").addHandler(handler)
-    plan = {**AUTO, "memory_budget": budget}
+    plan = {**AUTO, "memory_budget": budget, "dynamic": "off"}
     model = zerofx.compile(MODELS["broad"](None), plan)
     peaks = []
     for size in sizes:

@@ -89,7 +89,8 @@ VALUES: dict[str, list[str]] = {
 IMPOSSIBLE = {frozenset(p) for p in product(["stage 1", "stage 2"], ["both", "frozen"])}
 
 # Of every stage and precision with everything that may be away, on one rank in fp32, every third;
-# what is done beside it, in turn.
+# what is done beside it, in turn. On one rank no tiling: without offload it gains nothing and is left
+# out, and tiles change the order of sums.
 MATRIX = [
     (world, "adapters" if away is FROZEN else "gpt", {"stage": stage, "precision": precision,
                                                       "offload": away})
@@ -107,7 +108,9 @@ BESIDE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("number", range(len(MATRIX)))
 def test_what_is_away_and_beside(pool: Pool, number: int) -> None:
     world, case, plan = MATRIX[number]
-    beside = [b for b in BESIDE if not ("update" in b and plan["precision"] == "fp16")]
+    left_out = {"update"} if plan["precision"] == "fp16" else set()
+    left_out |= {"tiling"} if world == 1 else set()
+    beside = [b for b in BESIDE if left_out.isdisjoint(b)]
     rows = [
         (case, {**sizes, **plan, **beside[(number + turn) % len(beside)]})
         for turn, sizes in enumerate((MERGED, FINE))
