@@ -210,7 +210,7 @@ def copies(make: Make) -> dict[str, Any]:
 
 
 EVERY = [writes_parameters, writes_through_aliases, writes_states, writes_gradients,
-         groups_come_later, one_after_another, in_halves, freezes, two_live, faults_between,
+         freezes, one_after_another, in_halves, groups_come_later, two_live, faults_between,
          copies]  # fmt: skip
 NEED_GRADIENTS = ["writes_gradients", "two_live", "in_halves", "faults_between"]
 EARLY = {"update": "in-backward"}

@@ -89,8 +89,8 @@ VALUES: dict[str, list[str]] = {
 IMPOSSIBLE = {frozenset(p) for p in product(["stage 1", "stage 2"], ["both", "frozen"])}
 
 # Of every stage and precision with everything that may be away, on one rank in fp32, every third;
-# what is done beside it, in turn. On one rank no tiling: without offload it gains nothing and is left
-# out, and tiles change the order of sums.
+# what is done beside it, in turn. On one rank no tiling: without offload it gains nothing and is
+# left out, and tiles change the order of sums.
 MATRIX = [
     (world, "adapters" if away is FROZEN else "gpt", {"stage": stage, "precision": precision,
                                                       "offload": away})

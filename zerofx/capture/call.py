@@ -40,8 +40,9 @@ def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
 
 def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
     is_record = dataclasses.is_dataclass(node.kind)
-    entry = pytree.GetAttrKey if is_record else pytree.MappingKey
-    entry = pytree.SequenceKey if node.kind is torch.Size else entry
+    entry: Any = pytree.GetAttrKey if is_record else pytree.MappingKey
+    if node.kind is torch.Size:
+        entry = pytree.SequenceKey
     pairs: list[tuple[Any, Any]] = [
         (entry(k), v) for k, v in zip(node.keys, node.values, strict=True)
     ]
@@ -72,6 +73,7 @@ pytree.register_pytree_node(_Opened, _flatten, _unflatten, flatten_with_keys_fn=
 
 def _open(obj: Any) -> Any:
     """Replace a leaf that is a dataclass, a mapping or a shape by its `_Opened`, recursively."""
+    keys: tuple[Any, ...]
     if dataclasses.is_dataclass(obj) and not isinstance(obj, type):
         keys = tuple(f.name for f in dataclasses.fields(obj) if hasattr(obj, f.name))
         values = [getattr(obj, k) for k in keys]
