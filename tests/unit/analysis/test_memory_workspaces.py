@@ -1,4 +1,4 @@
-"""What convolutions allocate inside: by the layout of their memory, in ATen and in regions."""
+"""What operators allocate inside: convolutions by their layout, products of bf16 by the CPU."""
 
 from __future__ import annotations
 
@@ -72,6 +72,25 @@ def test_as_measured(form: str, shape: tuple[int, ...]) -> None:
         assert workspace_bytes(backward) == pytest.approx(found, rel=0.06)
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+@pytest.mark.parametrize("shape", [(64, 64, 64), (128, 64, 256), (1024, 128, 512)], ids=str)
+def test_products_of_bf16(shape: tuple[int, int, int], is_turned: bool) -> None:
+    rows, depth, columns = shape
+    left = torch.randn(depth, rows, dtype=torch.bfloat16).t()
+    left = left if is_turned else left.contiguous()
+    right = torch.randn(columns, depth, dtype=torch.bfloat16).t()
+    made = aten.mm(left, right)
+    node = node_of(aten.mm.default, (left, right), made)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        found = inside(lambda: aten.mm(left, right), made)
+    finally:
+        torch.set_num_threads(threads)
+    assert found <= workspace_bytes(node) + 1024
+    assert workspace_bytes(node) - found < 0.2 * (found + made.nbytes)
 
 
 WRAPPER = """
