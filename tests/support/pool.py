@@ -111,11 +111,7 @@ class Pool:
         return [answers[rank][1] for rank in range(world_size)]
 
     def renew(self) -> None:
-        """Let the next jobs run in new processes.
-
-        For tests of torch's own collectives of DTensors: in processes that had run hundreds of jobs
-        one of these has hung now and then, with all ranks inside the same call.
-        """
+        """Let the next jobs run in new processes, for tests that count what a process holds."""
         self.close()
 
     def close(self) -> None:

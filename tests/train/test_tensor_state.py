@@ -194,7 +194,6 @@ def read_folder(folder: str, plan: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("ranks", [2, slow(4)])
 def test_torch_saves_and_loads_parts(pool: Pool, tmp_path: Path, ranks: int) -> None:
-    pool.renew()
     folder = str(tmp_path / "dcp")
     for expected, *found in pool.run(ranks, by_torch, folder):
         for each in found:

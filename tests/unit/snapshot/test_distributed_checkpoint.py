@@ -37,11 +37,6 @@ TORCHS = ["adamw", "sgd"]
 FLATS = ["flat adamw", "flat sgd"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def new_processes(pool: Pool) -> None:
-    pool.renew()
-
-
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 

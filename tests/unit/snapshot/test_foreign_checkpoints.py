@@ -329,7 +329,6 @@ def loaded_both(folder: str) -> list[Any]:
 
 
 def test_folders_of_fsdp2(pool: Pool, tmp_path: Path) -> None:
-    pool.renew()
     losses, state = pool.run(2, written_by_fsdp2, str(tmp_path))[0]
     later = {"losses": losses, "state": state}
     for found in (*pool.run(2, loaded_both, str(tmp_path)), loaded_both(str(tmp_path))):
