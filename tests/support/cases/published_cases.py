@@ -17,6 +17,8 @@ from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 DGX2 = "dgx2-v100-32gb"
 DEPTHS = (4, 6)
+# Where a host stages the states of its files: checkpoints count once they are more than those.
+DEEP = (12, 14)
 SEQ = 1024
 # ZeRO-Infinity's: all states on NVMe, checkpoints in host memory, linears tile by tile
 NVME = {"parameters": "nvme", "optimizer": "nvme", "activations": "cpu", "path": "/nvme"}
@@ -101,10 +103,18 @@ def _most(line: Line, have: float) -> float:
 
 
 @cache
-def _family(width: int, batch: int, plan: str, world: int, seq: int, tied: bool) -> Family:
+def _family(
+    width: int,
+    batch: int,
+    plan: str,
+    world: int,
+    seq: int,
+    tied: bool,
+    depths: tuple[int, int],
+) -> Family:
     settled = zerofx.Plan.from_json(plan)
-    found = [_figures(step(gpt(width, n, batch, seq, tied), settled, world)) for n in DEPTHS]
-    few, many = DEPTHS
+    found = [_figures(step(gpt(width, n, batch, seq, tied), settled, world)) for n in depths]
+    few, many = depths
     slope = {k: (found[1][k] - found[0][k]) / (many - few) for k in found[0]}
     return Family(**{k: Line(found[0][k] - few * slope[k], slope[k]) for k in slope})
 
@@ -116,9 +126,10 @@ def family(
     world: int,
     seq: int = SEQ,
     tied: bool = True,
+    depths: tuple[int, int] = DEPTHS,
 ) -> Family:
     """Return the GPTs of one width in one plan on DGX-2 nodes."""
-    return _family(width, batch, zerofx.Plan.from_dict(plan).to_json(), world, seq, tied)
+    return _family(width, batch, zerofx.Plan.from_dict(plan).to_json(), world, seq, tied, depths)
 
 
 def step(captured: Program, plan: zerofx.Plan | dict[str, Any], world: int) -> Forecast:
