@@ -85,6 +85,7 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     trainer.save_model()
+    trainer.accelerator.wait_for_everyone()  # plainly rank 0 saves alone
     kept = (*KEPT, "eval_length", "eval_sum")
     found = {
         "logged": [
