@@ -40,11 +40,11 @@ def _flatten(node: _Opened) -> tuple[list[Any], tuple[type, tuple[Any, ...]]]:
 
 def _flatten_with_keys(node: _Opened) -> tuple[list[tuple[Any, Any]], Any]:
     is_record = dataclasses.is_dataclass(node.kind)
-    entry: Any = pytree.GetAttrKey if is_record else pytree.MappingKey
+    step: Any = pytree.GetAttrKey if is_record else pytree.MappingKey
     if node.kind is torch.Size:
-        entry = pytree.SequenceKey
+        step = pytree.SequenceKey
     pairs: list[tuple[Any, Any]] = [
-        (entry(k), v) for k, v in zip(node.keys, node.values, strict=True)
+        (step(k), v) for k, v in zip(node.keys, node.values, strict=True)
     ]
     return pairs, (node.kind, node.keys)
 

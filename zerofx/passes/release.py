@@ -28,20 +28,22 @@ class Release(Pass):
     def run(self, program: Planned) -> Report:
         released = 0
         for gm in program.graphs.values():
-            where = spans(gm.graph)
-            for node in list(gm.graph.nodes):
+            where, nodes = spans(gm.graph), list(gm.graph.nodes)
+            place = {n: i for i, n in enumerate(nodes)}
+            for node in nodes:
                 if is_wait_of(node, lambda launch: launch.is_gather and not launch.stays):
-                    _release(gm.graph, node, where)
+                    _release(gm.graph, node, where, place)
                     released += 1
         return Report(released > 0, f"{released} releases")
 
 
-def _release(graph: fx.Graph, full: fx.Node, where: dict) -> None:
+def _release(
+    graph: fx.Graph, full: fx.Node, where: dict[int, Span], place: dict[fx.Node, int]
+) -> None:
     readers = list(users_after_views(full))
     if any(r.op == "output" for r in readers):
         return  # kept for backward: the call's context holds it
-    order = {n: i for i, n in enumerate(graph.nodes)}
-    last = max([full, *(_end(reader, where) for reader in readers)], key=order.__getitem__)
+    last = max([full, *(_end(reader, where) for reader in readers)], key=place.__getitem__)
     with graph.inserting_after(last):
         node = call(graph, ops.release, (full,))
     set_info(node, phase=info(full).phase, unit=info(full).unit, index=info(full).index)

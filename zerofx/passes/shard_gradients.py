@@ -57,16 +57,17 @@ class ShardGradients(Pass):
         where = spans(graph)
         shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
         place = {n: i for i, n in enumerate(graph.nodes)}
-
-        def made(node: fx.Node) -> int:
-            return place[_end(node, where)]
-
-        order = sorted(by_bucket, key=lambda b: max(made(n) for _, n in by_bucket[b]))
+        groups: dict[int, list[tuple[fx.Node, list[tuple[str, fx.Node]]]]] = {}
+        for index, grads in by_bucket.items():
+            by_end: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
+            for name, grad in grads:
+                by_end.setdefault(_end(grad, where), []).append((name, grad))
+            groups[index] = [(end, by_end[end]) for end in sorted(by_end, key=place.__getitem__)]
         stored = []
-        for index in order:
+        for index in sorted(groups, key=lambda b: place[groups[b][-1][0]]):
             bucket = program.layout.buckets[index]
             shard = shards.get(index) or _shard(program, bucket)
-            node = self._reduce(program, graph, bucket, shard, by_bucket[index], where)
+            node = self._reduce(program, graph, bucket, shard, groups[index])
             stored.append((OutputInfo(Role.SHARD_GRAD, bucket.label(), index), node))
         program.outputs[BACKWARD] = tuple(s for s, _ in others + stored)
         set_results(graph, [n for _, n in others + stored])
@@ -78,20 +79,20 @@ class ShardGradients(Pass):
         graph: fx.Graph,
         bucket: Bucket,
         shard: fx.Node,
-        grads: list[tuple[str, fx.Node]],
-        where: dict[int, Span],
+        groups: list[tuple[fx.Node, list[tuple[str, fx.Node]]]],
     ) -> fx.Node:
+        """Insert the nodes of a bucket.
+
+        groups: its gradients by the node after which they are made, in order.
+        """
         layout = program.layout
+        grads = [grad for _, group in groups for grad in group]
         fields = {"phase": Phase.BACKWARD, "unit": bucket.label(), "index": bucket.index}
-        groups: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
-        for name, node in grads:
-            groups.setdefault(_end(node, where), []).append((name, node))
-        place = {n: i for i, n in enumerate(graph.nodes)}
         covered = len(grads) == len(bucket.params)
         packed: fx.Node | None = None
-        for end in sorted(groups, key=place.__getitem__):
+        for end, group in groups:
             anchor = _body(graph) if end.op == "placeholder" else end.next
-            offsets = [layout.where[n][1].offset for n, _ in groups[end]]
+            offsets = [layout.where[n][1].offset for n, _ in group]
             with graph.inserting_before(anchor):
                 if packed is None:
                     arguments = (shard, bucket.index, bucket.numel, not covered)
@@ -99,7 +100,7 @@ class ShardGradients(Pass):
                         graph, ops.grad_buffer, arguments, named=_cast(bucket, bucket.reduce_dtype)
                     )
                     set_info(packed, **fields)
-                packed = call(graph, ops.pack, (packed, [n for _, n in groups[end]], offsets))
+                packed = call(graph, ops.pack, (packed, [n for _, n in group], offsets))
                 set_info(packed, **fields)
         assert packed is not None
         kind = reduction.kind_over(reduction.first_axis(layout.mesh))
