@@ -94,7 +94,8 @@ def _product_of_bf16(node: fx.Node) -> int:
         return 0
     if not _multiplies_bf16():
         return 4 * found.numel()
-    left = value(node.all_input_nodes[-2])
+    operands: Any = node.args[-2:]  # not its input nodes: both may be the same one
+    left = value(operands[0])
     rows, columns = min(len(found), _BLOCK_ROWS), min(found.shape[1], _BLOCK_COLUMNS)
     depth = min(-(-left.shape[1] // 64) * 64, _BLOCK_DEPTH)
     if len(found) == 1:  # a product with a vector
