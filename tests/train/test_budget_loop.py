@@ -82,7 +82,8 @@ def test_programs_that_fit_stay(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "zerofx")
     _, loops = gradients({**AUTO, "memory_budget": enough(3, 1, ADDING, LARGE)})
     assert loops == [Loop(), ADDING]
-    assert sum("program " in r.getMessage() for r in caplog.records) == 1
+    made = [r for r in caplog.records if ": program " in r.getMessage()]
+    assert len(made) == 1  # progress lines may name a program too, on a slow machine
 
 
 def test_a_budget_that_no_program_meets_in_such_a_loop_is_refused() -> None:
