@@ -51,6 +51,7 @@ def _listed_slow_cells() -> dict[str, set[str]]:
 
 
 SLOW_CELLS = _listed_slow_cells()
+LAUNCHER = "RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +63,20 @@ def _import_path() -> Iterator[None]:
     before = list(sys.path)
     yield
     sys.path[:] = before
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher() -> Iterator[None]:
+    """Take back the launcher's variables that a library has set, as Lightning does.
+
+    A process that starts later would take itself for a rank of that job.
+    """
+    before = {name: os.environ.get(name) for name in LAUNCHER}
+    yield
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)

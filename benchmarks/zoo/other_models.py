@@ -175,7 +175,7 @@ TORCHVISION: list[tuple[str, str, tuple[int, ...], Fields]] = [
         "regnet_y_800mf", "convnext_tiny",
     )),
     ("googlenet", "", RGB, {**C, "init_weights": False}),
-    ("inception_v3", "", (3, 160, 160), {**C, "init_weights": False}),
+    ("inception_v3", "", (3, 299, 299), {**C, "init_weights": False}),
     ("vision_transformer.VisionTransformer", "small", (3, 32, 32),
      {"image_size": 32, "patch_size": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 32,
       "mlp_dim": 48, **C}),
