@@ -43,6 +43,14 @@ ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0
 ROWS = torch.randint(0, 50, (160, 9), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.fixture(autouse=True)
+def _no_group() -> Iterator[None]:
+    """End the process group that Lightning leaves in a process which trains by itself."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
