@@ -471,8 +471,11 @@ class Sample:
         return tuple(sample.args), dict(sample.kwargs)
 
 
-def torch_cases(samples: int = 3) -> list[Sample]:
-    """Return the first samples of each module; PyTorch's tests need the package expecttest."""
+def torch_cases(samples: int = 110) -> list[Sample]:
+    """Return the samples of each module; PyTorch's tests need the package expecttest.
+
+    One of them, nn.LinearCrossEntropyLoss, has hundreds: at most `samples` of a module are taken.
+    """
     from torch.testing._internal.common_modules import module_db
 
     cases = []
