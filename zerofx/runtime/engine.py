@@ -242,7 +242,11 @@ class Engine:
         self.away.forget()
 
     def _is_lasting(self, full: Tensor, bucket: int) -> bool:
-        return self.slots.owns(full) or full is self._resident.get(bucket)
+        return (
+            full is self.store.shards[bucket]
+            or self.slots.owns(full)
+            or full is self._resident.get(bucket)
+        )
 
     def wait(self, flight: InFlight) -> Any:
         """Wait for a launch and return its result (None for an unsynced reduction)."""

@@ -88,10 +88,13 @@ class GradShard:
             self._sleep(self.flat)
             self._asleep = True
 
-    def _wake(self) -> None:
-        if self._asleep:
+    def _wake(self) -> bool:
+        """Make the flat tensor's memory usable; return whether it was freed before."""
+        was_asleep = self._asleep
+        if was_asleep:
             self._wake_up(self.flat)
             self._asleep = False
+        return was_asleep
 
     def drop(self) -> None:
         """Set every p.grad to None and free the flat's memory."""
@@ -124,13 +127,13 @@ class GradShard:
         copies the sums back into the user's tensors. Gradients of an earlier step that the user
         still holds are left alone.
         """
-        self._wake()
+        was_free = self._wake()  # nobody held it then, and nothing has shown it since
         grads = [p.grad for p in self.params]
         if all(map(is_, grads, self.views)):
             return self.flat, True
         if not any(g is not None for g in grads):
             del grads
-            if self._is_held():
+            if not was_free and self._is_held():
                 self._adopt(self._allocate())
             return self.flat, False
         if self._is_held():
