@@ -27,6 +27,7 @@ from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.layout.buckets import Layout
 from zerofx.model.digest import describe_layout, describe_parameters, layout_digest
+from zerofx.model.islands import named_islands
 from zerofx.model.module import CompiledModule, check_class, keep_class
 from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
@@ -107,6 +108,7 @@ def compile(
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
         ignored = find_ignored(model, checked.ignored_params)
+        named_islands(model, checked.islands)
         position = world.axis("pipeline").rank
         layout = make_layout(model, checked, world.size, described, position)
         digest = f"{describe(built)};{describe_layout(layout, checked)}"

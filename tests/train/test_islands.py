@@ -15,7 +15,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.errors import ArgumentError, CaptureError, ShardError
+from zerofx.errors import ArgumentError, CaptureError, PlanError, ShardError
 
 ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 WIDTH = 16
@@ -467,3 +467,72 @@ def test_whole_parts_and_calls_around_them() -> None:
 
 def test_whole_parameters_for_eager_code_on_two_ranks(pool: Pool) -> None:
     pool.run(2, whole)
+
+
+# -- islands that a plan names ---------------------------------------------------------------------
+NAMED = {
+    "blocks.1": ["blocks.1", ""],
+    "blocks.*.inner": ["blocks.0", "blocks.1", "blocks.2", "blocks.3", ""],
+    "": [""],
+}
+
+
+@pytest.mark.parametrize("pattern", NAMED)
+def test_modules_that_a_plan_names_run_eagerly(
+    pattern: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    fields = {"islands": [pattern]}
+    assert train("mlp", fields) == NAMED[pattern]
+    assert "runs eagerly" not in caplog.text  # it was asked for
+    assert train("tied", fields)[-1] == ""
+    plan = zerofx.Plan(islands=[pattern])
+    assert zerofx.Plan.from_yaml(plan.to_yaml()) == plan
+
+
+def test_modules_that_a_plan_names_run_eagerly_on_two_ranks(pool: Pool) -> None:
+    assert pool.run(2, cases, "mlp", {"islands": ["blocks.1"]}) == [[["blocks.1", ""]]] * 2
+    assert (
+        pool.run(2, cases, "experts", {"islands": ["blocks.0"]})
+        == [[["blocks.0", "blocks.1", "blocks.3", ""]]] * 2
+    )
+
+
+def test_names_of_islands_that_do_not_fit_are_refused() -> None:
+    model = Text("mlp")
+    with pytest.raises(PlanError, match=r"no module of Text matches 'block\.1'; its modules are"):
+        zerofx.compile(model, {"islands": ["block.1"]})
+    assert type(model) is Text and model.head.weight.shape == (40, WIDTH)
+    with pytest.raises(PlanError, match=r"islands = 'blocks\.1': allowed are 'auto', 'refuse'"):
+        zerofx.Plan(islands="blocks.1")
+    with pytest.raises(PlanError, match="contradicts update = 'in-backward'"):
+        zerofx.Plan(islands=["blocks.1"], update="in-backward")
+
+
+class Unrolled(nn.Module):
+    """A recurrence in a loop, once for every step of time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x[0])
+        for step in x:
+            state = state * 0.5 + step.tanh() * state.cos() + self.inner(step).sin()
+        return self.out(state).square().mean()
+
+
+def test_a_long_loop_is_named_with_the_island_that_avoids_it() -> None:
+    x = torch.randn(600, 2, 4)
+    with pytest.warns(UserWarning, match="captured iteration by iteration") as found:
+        zerofx.capture(Unrolled(), (x,))
+    (said,) = [str(w.message) for w in found if "iteration" in str(w.message)]
+    assert "test_islands.py:" in said and "Plan(islands=[''])" in said
+    plain = Unrolled()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**ATEN, islands=[""]))
+    model(x).backward()
+    plain(x).backward()
+    for name, grad in grads_of(model).items():
+        torch.testing.assert_close(grad, grads_of(plain)[name], atol=1e-6, rtol=1e-5, msg=name)
+    assert [str(island.entry) for island in model.zerofx.islands] == [""]
+    assert [p.model_name for p in model.programs]  # of the layers that it calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,7 +36,7 @@ from zerofx.compat.graphs import LazyGraphModule
 from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
 from zerofx.errors import CaptureError
-from zerofx.ir.meta import OutputInfo, Role
+from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.names import find_unit_of_module
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo, Use
 from zerofx.ir.settle import settle, settled_results
@@ -43,6 +44,7 @@ from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 from zerofx.layout.styles import styles_of
 from zerofx.plan.fields import Patterns
 
+MANY_OPERATORS, MANY_OF_A_LINE = 10_000, 1_000  # with both, a loop is unrolled, not layers
 MOST_PROBED = 8  # attribute names; each costs a run on fake tensors
 
 
@@ -132,6 +134,7 @@ def capture(
 
     names = Names(call, harness.results, unit_of_param, buffers, tuple(numbers))
     gm, infos = label(gm, names)
+    warn_of_unrolled(model, gm.graph)
     served = Sizes()
     if symbols is not None:
         served = settled(gm, symbols, varying, own)
@@ -325,6 +328,23 @@ def warn_of_text(model: nn.Module, line: str) -> None:
             f"zerofx: {type(model).__name__} turns a tensor into text (print, str or a log) at "
             f"{line}. Its values are not known during capture, and the program does not run that "
             "line. Return the tensor and print it outside the model.",
+            stacklevel=3,
+        )
+
+
+def warn_of_unrolled(model: nn.Module, graph: fx.Graph) -> None:
+    """Warn of a loop that has become so many operators that later steps take very long."""
+    named = [info(node) for node in graph.nodes if node.op == "call_function"]
+    counts = Counter((each.module, each.line) for each in named if each.line)
+    if len(named) < MANY_OPERATORS or not counts:
+        return
+    (module, line), count = counts.most_common(1)[0]
+    if count >= MANY_OF_A_LINE:
+        warnings.warn(
+            f"zerofx: {type(model).__name__} becomes {len(named):,} operators, of which {count:,} "
+            f"come from {line}: a loop in Python is captured iteration by iteration. Planning "
+            "them takes minutes, and compiling them longer. Compute all iterations with one "
+            f"tensor operation, or let the module run eagerly: Plan(islands=[{module!r}]).",
             stacklevel=3,
         )
 

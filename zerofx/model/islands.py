@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
-from zerofx.errors import CaptureError, ShardError
+from zerofx.errors import CaptureError, PlanError, ShardError
 from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.runtime.turns import Turns
 
@@ -58,6 +59,34 @@ class Island:
     def is_whole(self) -> bool:
         """Whether everything that it calls runs eagerly too, on parameters gathered around it."""
         return self.gathered is not None and self.gathered.method == ALL
+
+
+def named_islands(model: nn.Module, chosen: str | Sequence[str]) -> dict[str, str]:
+    """Return the modules that a plan chooses to run eagerly: their names and the reasons.
+
+    These are the modules that match a pattern of `chosen`, and those that contain one.
+
+    Raises:
+        PlanError: a pattern matches no module.
+    """
+    if isinstance(chosen, str):  # a rule, not patterns
+        return {}
+    names = [name for name, _ in model.named_modules()]
+    found: dict[str, str] = {}
+    for pattern in chosen:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
+            raise PlanError(
+                f"Plan.islands: no module of {type(model).__name__} matches {pattern!r}; its "
+                f"modules are {', '.join(names[1:9])}{', ...' if len(names) > 9 else ''}"
+            )
+        found |= dict.fromkeys(matching, "Plan.islands names it")
+    for name in [*found]:
+        above = name
+        while above:
+            above = above.rpartition(".")[0]
+            found.setdefault(above, f"{name}, which Plan.islands names, is in it")
+    return found
 
 
 def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:

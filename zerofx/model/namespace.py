@@ -239,6 +239,7 @@ class Namespace:
         self.table = ProgramTable(model, setting, engine, other)
         self._hooks = {MODEL: HookWatch(MODEL.modules(model))}  # before its hooks are moved away
         self._islands: dict[Entry, dict[Any, Island]] = {}  # by the form of their calls
+        self._named = islands.named_islands(model, self.plan.islands)
         self._covered: list[str] = []  # modules whose calls run eagerly
         self._ignored: dict[Entry, tuple[IgnoredPlace, ...]] = {}
         self.table.handles = self._handles
@@ -338,9 +339,7 @@ class Namespace:
         if known is not None and (island := known.get(self._form(entry, args, kwargs))) is not None:
             return islands.run(self, island, args, kwargs)
         try:
-            taken = with_ignored(kwargs, self._ignored_of(entry))
-            key = signature_key(self.table.state(entry), args, taken), self._handles(entry), 0
-            program = self.table.find(key, args, taken)
+            program, taken = self._program_of(entry, args, kwargs)
         except Exception as error:
             shorten(error)
             if not isinstance(error, CaptureError) or not self._may_be_island(entry):
@@ -357,10 +356,24 @@ class Namespace:
                 raise refused from None
             raise
         # Tell the user only now that eager PyTorch has run it successfully.
-        if entry not in self._islands:
+        if entry not in self._islands and entry.path not in self._named:
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
+
+    def _program_of(
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], dict[str, Any]]:
+        """Return the program of a call, and the keyword arguments that it takes.
+
+        Raises:
+            CaptureError: there is none, or the plan lets this function run eagerly.
+        """
+        if (reason := self._named.get(entry.path)) and not entry.is_parameters:
+            raise CaptureError(reason)
+        taken = with_ignored(kwargs, self._ignored_of(entry))
+        key = signature_key(self.table.state(entry), args, taken), self._handles(entry), 0
+        return self.table.find(key, args, taken), taken
 
     def _run_pipeline(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call of a model that is divided into pipeline stages, one micro-batch at a time.
@@ -414,7 +427,7 @@ class Namespace:
     def _may_be_island(self, entry: Entry) -> bool:
         plan = self.plan
         is_possible = plan.update == "step" and not plan.cuda_graph
-        return plan.islands == "auto" and is_possible and not entry.is_parameters
+        return plan.islands != "refuse" and is_possible and not entry.is_parameters
 
     def watch_calls(self) -> None:
         """Redirect calls of submodules with parameters to `enter`."""

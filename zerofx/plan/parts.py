@@ -467,6 +467,16 @@ def read_ignored(where: str, value: Any) -> tuple[str, ...]:
     return tuple(text(where, pattern) for pattern in value)
 
 
+def read_islands(where: str, value: Any) -> str | tuple[str, ...]:
+    """Accept `"auto"`, `"refuse"`, or a list of module name patterns; "" is the model itself."""
+    if isinstance(value, str):
+        return one_of("auto", "refuse")(where, value)  # type: ignore[no-any-return]
+    is_list = isinstance(value, Sequence) and len(value) > 0
+    if not is_list or not all(isinstance(name, str) for name in value):
+        raise refuse(where, value, "are 'auto', 'refuse' or a list of module name patterns")
+    return tuple(value)
+
+
 def read_units(where: str, value: Any) -> str | tuple[str, ...]:
     """Accept `"auto"`, one name pattern, or a list of them."""
     if isinstance(value, str):

@@ -38,6 +38,7 @@ from zerofx.plan.parts import (
     read_activations,
     read_dynamic,
     read_ignored,
+    read_islands,
     read_tiling,
     read_units,
 )
@@ -104,7 +105,9 @@ class Plan:
         input signature, as always with cuda_graph=True, numerics="fast" or activations on NVMe.
     islands: "auto": a forward that cannot be captured as a static graph runs eagerly, its
         parameters gathered around it, while the modules that it calls have programs of their own.
-        "refuse": raise a CaptureError instead.
+        "refuse": raise a CaptureError instead. A list of module name patterns ("" is the model
+        itself) is "auto", and lets these modules and those that contain them run eagerly too: for
+        loops with so many iterations that a graph of them is too large to compile.
     debug: run region by region on ATen, so that prints, breakpoints and the NaN finder work.
 
     Raises:
@@ -138,7 +141,7 @@ class Plan:
     cuda_graph: bool = spec_field(False, flag)
     max_programs: int = spec_field(16, whole(1))
     dynamic: str | Patterns = spec_field("auto", read_dynamic)
-    islands: str = spec_field("auto", one_of("auto", "refuse"))
+    islands: str | tuple[str, ...] = spec_field("auto", read_islands)
     debug: bool = spec_field(False, flag)
 
     if TYPE_CHECKING:  # it accepts more types than it stores: dataclasses cannot say so
@@ -172,7 +175,7 @@ class Plan:
             cuda_graph: bool = ...,
             max_programs: int = ...,
             dynamic: str | Mapping[str, int] = ...,
-            islands: str = ...,
+            islands: str | Sequence[str] = ...,
             debug: bool = ...,
         ) -> None: ...
 

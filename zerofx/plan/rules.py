@@ -45,6 +45,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "in bf16 or fp32, or use update='step'"
         )
     yield from _against_quantized(plan)
+    yield from _against_islands(plan)
     yield from _against_graphs(plan)
 
 
@@ -70,6 +71,22 @@ def starts_on_aten(plan: Plan, device_type: str) -> bool:
     is_known_first = plan.memory_budget is not None or plan.cuda_graph or plan.debug
     is_known_first |= plan.parallel.pipeline > 1
     return plan.kernels == "auto" and device_type == "cpu" and not is_known_first
+
+
+def _against_islands(plan: Plan) -> Iterator[str]:
+    if isinstance(plan.islands, str):
+        return
+    others = {
+        "update = 'in-backward'": plan.update == "in-backward",
+        "cuda_graph = True": plan.cuda_graph,
+        "parallel": plan.parallel.is_used,
+    }
+    for other, is_set in others.items():
+        if is_set:
+            yield (
+                f"Plan.islands = {list(plan.islands)!r} contradicts {other}, for which every "
+                "module is part of a program. Change one of them"
+            )
 
 
 def _against_graphs(plan: Plan) -> Iterator[str]:
