@@ -3,20 +3,24 @@
     python -m benchmarks.islands                          # every model, 2 ranks, stage 3
     python -m benchmarks.islands --only packed --kernels inductor
 
-Each model has blocks whose forward cannot be captured as a static graph. FSDP2 shards every block
+Each model has parts whose forward cannot be captured as a static graph. FSDP2 shards every block
 and the root. Both run in the same processes and take turns, one step each; ratios are medians over
 the turns. The peak is measured in separate processes. Before anything counts, both are compared
-with each other: losses must agree to 1e-4.
+with each other: losses must agree to 1e-4. A wav2vec2 that drops layers is not among them: under
+FSDP transformers runs the dropped layers and keeps their results, so that it is another model.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -104,20 +108,103 @@ class Text(nn.Module):
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), ids.flatten())
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {
-    "experts": partial(Text, special=Experts),
-    "packed": partial(Text, special=Packed),
-    "layer drop": partial(Text, special=mlp, drops=True),
-}
+Batch = Callable[[int, torch.Generator], dict[str, Any]]  # rows and a generator -> arguments
 
 
-def sharded(model: nn.Module, system: str, kernels: str) -> nn.Module:
+@dataclass(frozen=True)
+class Case:
+    """A model, its batches, and the modules that FSDP2 shards by themselves.
+
+    make: takes the width. lists: names of module lists whose members FSDP2 shards, or of modules.
+    needs: a package that may be missing, and how to install it.
+    """
+
+    make: Callable[[int], nn.Module]
+    batch: Batch
+    lists: tuple[str, ...] = ("blocks",)
+    needs: tuple[str, str] = ("torch", "torch")
+
+
+def ids(rows: int, draws: torch.Generator) -> dict[str, Any]:
+    return {"ids": torch.randint(0, VOCAB, (rows, LENGTH), generator=draws)}
+
+
+def detr(width: int) -> nn.Module:
+    """DETR with its loss: boxes are matched to queries by an assignment problem."""
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64, 64], depths=[1, 1, 1, 1],
+        layer_type="basic", out_features=["stage4"],
+    )  # fmt: skip
+    return DetrForObjectDetection(DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, d_model=width, num_queries=20,
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, dropout=0.0, num_labels=10,
+    ))  # fmt: skip
+
+
+def pictures(rows: int, draws: torch.Generator) -> dict[str, Any]:
+    labels = []
+    for _ in range(rows):
+        count = int(torch.randint(1, 5, (), generator=draws))
+        corners = torch.rand(count, 4, generator=draws)
+        classes = torch.randint(0, 10, (count,), generator=draws)
+        labels.append({"class_labels": classes, "boxes": 0.25 + corners / 4})
+    return {"pixel_values": torch.randn(rows, 3, 128, 128, generator=draws), "labels": labels}
+
+
+class Graphs(nn.Module):
+    """A graph convolutional network of PyG over a graph with another number of edges each time."""
+
+    def __init__(self, width: int) -> None:
+        from torch_geometric.nn import GCNConv
+
+        super().__init__()
+        self.blocks = nn.ModuleList(GCNConv(width, width) for _ in range(LAYERS))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor, edges: Tensor, classes: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + F.relu(block(x, edges))
+        return F.cross_entropy(self.head(x), classes)
+
+
+def graphs(width: int, rows: int, draws: torch.Generator) -> dict[str, Any]:
+    nodes = 64 * rows
+    count = int(torch.randint(4 * nodes, 8 * nodes, (), generator=draws))
+    return {
+        "x": torch.randn(nodes, width, generator=draws),
+        "edges": torch.randint(0, nodes, (2, count), generator=draws),
+        "classes": torch.randint(0, 10, (nodes,), generator=draws),
+    }
+
+
+def cases(width: int) -> dict[str, Case]:
+    pillow = "PIL", "'zerofx[test]' pillow"  # transformers' loss of DETR needs it
+    return {
+        "experts": Case(partial(Text, special=Experts), ids),
+        "packed": Case(partial(Text, special=Packed), ids),
+        "layer drop": Case(partial(Text, special=mlp, drops=True), ids),
+        "DETR": Case(
+            detr, pictures, ("model.encoder.layers", "model.decoder.layers", "model.backbone"),
+            pillow,
+        ),
+        "GCN": Case(
+            Graphs, partial(graphs, width), needs=("torch_geometric", "torch_geometric")
+        ),
+    }  # fmt: skip
+
+
+def sharded(model: nn.Module, lists: tuple[str, ...], system: str, kernels: str) -> nn.Module:
     if system == "zerofx":
         return zerofx.compile(model, zerofx.Plan(stage=3, kernels=kernels))
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.get_submodule("blocks").children():
-        fully_shard(block)
+    for name in lists:
+        part = model.get_submodule(name)
+        for block in part.children() if isinstance(part, nn.ModuleList) else [part]:
+            fully_shard(block)
     return fully_shard(model)  # type: ignore[return-value]
 
 
@@ -125,17 +212,21 @@ def sharded(model: nn.Module, system: str, kernels: str) -> nn.Module:
 class Trainee:
     def __init__(self, name: str, system: str, options: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.model: Any = sharded(MODELS[name](options.width), system, options.kernels)
+        case = cases(options.width)[name]
+        model = case.make(options.width).train()
+        self.model: Any = sharded(model, case.lists, system, options.kernels)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.rows = options.rows
+        self.batch, self.rows = case.batch, options.rows
 
     def step(self, number: int) -> float:
         """Train one step; return its loss."""
         seed = number * dist.get_world_size() + dist.get_rank()
         draws = torch.Generator().manual_seed(seed)
-        ids = torch.randint(0, VOCAB, (self.rows, LENGTH), generator=draws)
+        given = self.batch(self.rows, draws)
         torch.manual_seed(number)  # layers are dropped alike
-        loss = self.model(ids)
+        np.random.seed(number)
+        result = self.model(**given)
+        loss: Tensor = result if isinstance(result, Tensor) else result.loss
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -202,8 +293,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20)
     options = parser.parse_args()
     parts = [part for part in options.only.split(",") if part]
-    names = [n for n in MODELS if not parts or any(part in n for part in parts)]
-    finish("islands", COLUMNS, [measured(name, options) for name in names], options)
+    rows = []
+    for name, case in cases(options.width).items():
+        package, install = case.needs
+        if parts and not any(part in name for part in parts):
+            continue
+        if importlib.util.find_spec(package) is None:
+            print(f"{name}: left out, since {package} is not installed: pip install {install}")
+            continue
+        rows.append(measured(name, options))
+    finish("islands", COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

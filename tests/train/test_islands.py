@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from typing import Any
 
 import pytest
@@ -108,16 +109,30 @@ class Text(nn.Module):
         self.head = nn.Linear(WIDTH, 40, bias=False)
         if kind == "tied":
             self.head.weight = self.embed.weight
+        if kind == "reads":
+            self.query = nn.Embedding(6, WIDTH)
+            self.shifts = nn.ParameterList([torch.randn(WIDTH), torch.randn(6, 1)])
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids) + self.places
         for block in self.blocks:
             if self.kind != "drop" or torch.rand(()).item() > 0.4:
                 x = block(x)
-        if self.kind == "tied" and x.abs().mean().item() > 100:
+        if self.kind in ("tied", "reads") and x.abs().mean().item() > 100:
             x = x * 2
+        if self.kind == "reads":
+            x = self.read(x)
         x = self.norm(x) + self.places.mean()
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    def read(self, x: Tensor) -> Tensor:
+        """Compute with parameters of modules that are not called, or are called later."""
+        assert self.query.weight.shape == (6, WIDTH) and self.query.weight.requires_grad
+        x = x + self.query.weight.unsqueeze(0).repeat(len(x), 1, 1)
+        if torch.rand(()).item() > 0.5:  # on one rank, and not on another
+            x = x + self.shifts[0]
+        x = x.add(self.shifts[1]) * self.blocks[1].norm.weight.detach().mean()
+        return x + F.linear(x, self.head.weight, None) @ self.head.weight + self.norm.weight * 0.1
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -467,6 +482,125 @@ def test_whole_parts_and_calls_around_them() -> None:
 
 def test_whole_parameters_for_eager_code_on_two_ranks(pool: Pool) -> None:
     pool.run(2, whole)
+
+
+# -- parameters of modules that an island does not call --------------------------------------------
+def test_parameters_of_other_modules_are_read() -> None:
+    assert train("reads", {}) == [""]
+
+
+def test_parameters_of_other_modules_are_read_on_two_ranks(pool: Pool) -> None:
+    plans: list[dict[str, Any]] = [{}, {"stage": 0}, {"stage": 1, "bucket_bytes": 2**20}]
+    plans.append({"stage": 3, "offload": {"parameters": "cpu", "optimizer": "cpu"}})
+    assert pool.run(2, cases, "reads", *plans) == [[[""]] * len(plans)] * 2
+
+
+def test_a_parameter_of_another_module_that_is_written_to_is_refused() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.book, self.out = nn.Embedding(4, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if x.sum().item() > -1e9:
+                x = x + self.book.weight
+                with torch.no_grad():
+                    self.book.weight.mul_(0.5)
+            return self.out(x).sum()
+
+    model = zerofx.compile(Writes(), zerofx.Plan(**ATEN))
+    with pytest.raises(ShardError, match="changes its parameter weight in place"):
+        model(torch.randn(4, 4))
+
+
+class Matching:
+    """DETR with its loss, which solves an assignment problem and reads embeddings directly."""
+
+    def make(self) -> nn.Module:
+        from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+        from transformers.image_transforms import center_to_corners_format
+        from transformers.loss import loss_for_object_detection as losses
+
+        # transformers imports it only where Pillow is installed
+        losses.center_to_corners_format = center_to_corners_format
+        backbone = ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 8, 8, 16], depths=[1, 1, 1, 1], layer_type="basic",
+            out_features=["stage4"],
+        )  # fmt: skip
+        return DetrForObjectDetection(DetrConfig(
+            use_timm_backbone=False, backbone_config=backbone, d_model=16, num_queries=5,
+            encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0,
+            num_labels=3,
+        ))  # fmt: skip
+
+    def batch(self, draws: torch.Generator) -> dict[str, Any]:
+        boxes = [0.25 + torch.rand(n, 4, generator=draws) / 4 for n in (1, 3)]
+        classes = [torch.randint(0, 3, (len(b),), generator=draws) for b in boxes]
+        labels = [{"class_labels": c, "boxes": b} for c, b in zip(classes, boxes, strict=True)]
+        return {"pixel_values": torch.randn(2, 3, 64, 64, generator=draws), "labels": labels}
+
+
+class Dropping:
+    """A wav2vec2 that drops layers, with a CTC loss."""
+
+    def make(self) -> nn.Module:
+        from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
+
+        return Wav2Vec2ForCTC(Wav2Vec2Config(
+            vocab_size=16, hidden_size=16, num_hidden_layers=3, num_attention_heads=2,
+            intermediate_size=32, conv_dim=(8, 8), conv_stride=(5, 4), conv_kernel=(10, 8),
+            num_feat_extract_layers=2, num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=2, layerdrop=0.5, hidden_dropout=0.0,
+            attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+            final_dropout=0.0, apply_spec_augment=False, ctc_loss_reduction="mean",
+        ))  # fmt: skip
+
+    def batch(self, draws: torch.Generator) -> dict[str, Any]:
+        labels = torch.randint(1, 16, (2, 4), generator=draws)
+        return {"input_values": torch.randn(2, 800, generator=draws), "labels": labels}
+
+
+def loss_of(model: nn.Module, given: dict[str, Any], seed: int) -> Tensor:
+    torch.manual_seed(seed)  # drops other layers on other ranks
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the matching turns tensors into numbers
+        loss: Tensor = model(**given).loss
+    return loss
+
+
+def of_others(kind: type[Matching] | type[Dropping], steps: int = 2) -> float:
+    """Train a model of transformers beside the plain one; return the largest relative error."""
+    rank, world, case = dist.get_rank(), dist.get_world_size(), kind()
+    torch.manual_seed(0)
+    plain = case.make().train()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(stage=3, kernels="aten"))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, plain)]
+    for step in range(steps):
+        for each in range(world):
+            given = case.batch(torch.Generator().manual_seed(world * step + each))
+            (loss_of(plain, given, 9 + 2 * step + each) / world).backward()
+            if each == rank:
+                loss_of(model, given, 9 + 2 * step + each).backward()
+        found, wanted = grads_of(model), grads_of(plain)
+        scale = max(float(g.abs().max()) for g in wanted.values() if g is not None)
+        for name, grad in wanted.items():
+            mine = found[name]
+            if grad is not None or mine is not None:
+                zeros = torch.zeros_like(plain.get_parameter(name))
+                mine, grad = (zeros if g is None else g for g in (mine, grad))
+                assert float((mine - grad).abs().max()) <= 2e-6 * scale, name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.zerofx.islands
+    full = model.state_dict()
+    return max(float((full[n] - p.detach()).abs().max()) for n, p in plain.named_parameters())
+
+
+@pytest.mark.parametrize("kind", [Matching, Dropping])
+def test_models_of_transformers_with_islands_on_two_ranks(pool: Pool, kind: Any) -> None:
+    assert max(pool.run(2, of_others, kind)) <= 1e-5
 
 
 # -- islands that a plan names ---------------------------------------------------------------------

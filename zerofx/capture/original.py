@@ -174,7 +174,7 @@ class Original:
             yield
         finally:
             _put(places, is_whole=False)
-            self._standing.pop()
+            self._standing = [each for each in self._standing if each is not places]
             for around in self._standing:
                 _put(around, is_whole=True)
 

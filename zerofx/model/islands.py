@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
 from zerofx.errors import CaptureError, PlanError, ShardError
 from zerofx.passes.placement import compute_dtype, module_dtypes
+from zerofx.runtime.tensors.parameter import read_by
 from zerofx.runtime.turns import Turns
 
 if TYPE_CHECKING:
@@ -194,25 +196,32 @@ def sharded(own: Namespace, entry: Entry) -> dict[str, nn.Parameter]:
 
 
 @contextlib.contextmanager
-def gathered(own: Namespace, entry: Entry, code: str) -> Iterator[None]:
+def gathered(
+    own: Namespace, entry: Entry, code: str, keeps: bool = False
+) -> Iterator[dict[str, Tensor]]:
     """Make the parameters of an entry whole inside the block, for eager code and its backward.
 
-    code: the name of that code in errors.
+    code: the name of that code in errors. keeps: let autograd keep the values that it needs for
+    backward, instead of gathering them again.
+
+    Yields:
+        The whole tensors by parameter name.
     """
     whole = Whole(lambda: own.call(entry, (), {}), own.engine.turns)
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.callback(whole.drop)
         names = sharded(own, entry)
-        places = places_of(own, entry, dict(zip(names, whole.begin(), strict=True)))
+        found = dict(zip(names, whole.begin(), strict=True))
+        places = places_of(own, entry, found)
         stack.enter_context(own.original.standing_in(places))
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not keeps:
             stack.enter_context(whole.saved_as_places())
         if entry.method == ALL:
             stack.enter_context(own.passing_through(entry.path))
         versions = []
         if not torch.is_inference_mode_enabled():  # inference tensors have no version counter
             versions = [version_of(p.whole) for p in places]
-        yield
+        yield found
         for place, version in zip(places, versions, strict=False):
             if version_of(place.whole) != version:
                 raise ShardError(
@@ -239,17 +248,36 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
     args, kwargs = cast_arguments(args, kwargs, dtype)
     if own.world.size > 1:  # ranks would postpone sums of different modules
         own.engine.gradients.no_sync = False
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(own.engine.turns.taken())
         if island.gathered is not None:
             stack.enter_context(gathered(own, island.gathered, name))
         if module is model:
             stack.enter_context(own.original.restored(model))
+        stack.enter_context(read_by(own.engine.store.ledger, _reader(own, stack, name)))
         before = _buffer_versions(own)
         result = island.entry.call(model, args, kwargs)
         if changed := _changed(before, _buffer_versions(own)):
             own.engine.turns.share_buffers(name, changed)
         return result
+
+
+def _reader(own: Namespace, stack: ExitStack, code: str) -> Callable[[str], Tensor | None]:
+    """Return what gives eager code a parameter of a module that it does not call, as a whole.
+
+    The parameters that the module registers are gathered once, and stay until the stack is closed.
+    """
+    found: dict[str, Tensor] = {}
+
+    def read(name: str) -> Tensor | None:
+        if own.original.is_captured:
+            return None
+        if name not in found:
+            entry = Entry(name.rpartition(".")[0], OWN)
+            found.update(stack.enter_context(gathered(own, entry, code, keeps=True)))
+        return found[name]
+
+    return read
 
 
 def _buffer_versions(own: Namespace) -> dict[str, int]:

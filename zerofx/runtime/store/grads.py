@@ -127,7 +127,7 @@ class GradShard:
         copies the sums back into the user's tensors. Gradients of an earlier step that the user
         still holds are left alone.
         """
-        was_free = self._wake()  # nobody held it then, and nothing has shown it since
+        was_free = self._wake()  # then it was not held, and nothing has shown it since
         grads = [p.grad for p in self.params]
         if all(map(is_, grads, self.views)):
             return self.flat, True

@@ -31,6 +31,7 @@ from zerofx.errors import ShardError
 from zerofx.runtime.tensors.refuse import calling_optimizer, op_name
 from zerofx.runtime.tensors.tensor import (
     HANDLERS,
+    VALUES,
     ShardedTensor,
     find_sharded,
     handles,
@@ -240,6 +241,7 @@ register(LIKES, like)
 register([f"__{name}__" for name in DUNDERS], pointwise)
 register([f"__{name}__" for name in INPLACE_DUNDERS], pointwise_)
 HANDLERS[torch.Tensor.__setitem__] = masked_assign
+VALUES.update((pointwise, pointwise_, cast, like))
 
 
 FOREACH = """

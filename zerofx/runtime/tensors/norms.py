@@ -20,7 +20,14 @@ from zerofx.errors import ShardError
 from zerofx.runtime.tensors.elementwise import ledger_of, with_refusing_backward
 from zerofx.runtime.tensors.piece import over_parts
 from zerofx.runtime.tensors.refuse import op_name, refuse_partial_norm
-from zerofx.runtime.tensors.tensor import ShardedTensor, handles, local_of, local_value, refuse
+from zerofx.runtime.tensors.tensor import (
+    VALUES,
+    ShardedTensor,
+    handles,
+    local_of,
+    local_value,
+    refuse,
+)
 
 _SHARDED = {ShardedTensor}
 _OF_A_LIST = "clip_grad_norm_ (or another norm of many tensors)"  # the usual caller, for errors
@@ -170,6 +177,7 @@ def reduction(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch
 
 for _name in COMBINE:
     handles(getattr(torch, _name), getattr(torch.Tensor, _name))(reduction)
+VALUES.update((one_norm, reduction))
 
 
 @handles(unscale_and_check)

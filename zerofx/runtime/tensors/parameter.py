@@ -6,8 +6,9 @@ the gradient is used and freed inside backward.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -31,7 +32,18 @@ from zerofx.runtime.tensors import elementwise, norms
 from zerofx.runtime.tensors.elementwise import with_refusing_backward
 from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, WholePiece
 from zerofx.runtime.tensors.refuse import refuse_hook
-from zerofx.runtime.tensors.tensor import HANDLERS, CutPiece, ShardedTensor, handles, refuse, wrap
+from zerofx.runtime.tensors.tensor import (
+    HANDLERS,
+    READERS,
+    VALUES,
+    CutPiece,
+    ShardedTensor,
+    handles,
+    reads_values,
+    refuse,
+    with_whole_parameters,
+    wrap,
+)
 
 # -- Functions of a sharded tensor that read no element: sizes, flags, aliases of itself ---- ------
 
@@ -133,6 +145,9 @@ def shaped_like(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tor
 def version(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the version of the piece, to which writes go."""
     return version_of(local_tensor(args[0]))
+
+
+VALUES.add(detach)
 
 
 # -- The parameter classes: a sharded wrapper, or a plain tensor if nothing is cut -------------- --
@@ -258,6 +273,36 @@ class UpdatedParameter(PlainParameter):
         raw_grad.__set__(self, value)
 
     grad: Any = property(_get_grad, _set_grad)
+
+
+def _read_whole(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    """Run a function on plain parameters as code that runs eagerly sees them; see `read_by`."""
+    kwargs = kwargs or {}
+    if reads_values(func, args):
+        args, kwargs, _ = with_whole_parameters(args, kwargs)
+    with DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def read_by(ledger: Ledger, read: Callable[[str], torch.Tensor | None]) -> Iterator[None]:
+    """Inside the block, let functions of a model's parameters compute with whole tensors.
+
+    read: returns a parameter, by name, as a tensor that gives it a gradient; None leaves it as it
+        is.
+    """
+    before, ledger.reader = ledger.reader, read
+    READERS.append(ledger)
+    PlainParameter.__torch_function__ = classmethod(_read_whole)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        READERS.pop()
+        ledger.reader = before
+        if not READERS:  # torch then runs functions of plain parameters without a call of Python
+            del PlainParameter.__torch_function__
 
 
 for _kind in (ShardedParameter, ReplicatedParameter, UpdatedParameter):

@@ -117,6 +117,7 @@ class Ledger:
     aliases: live results of `p.data`.
     copies: this rank's slice of each resident bucket that is computed with in another dtype.
     hooks: by parameter name, the functions to call with it after each backward.
+    reader: while the model's forward runs eagerly, returns a parameter as a whole tensor, by name.
     """
 
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
@@ -134,6 +135,7 @@ class Ledger:
         self.copies: dict[int, CastCopy] = {}
         self.half_made: str | None = None
         self.hooks: dict[str, OrderedDict[int, Callable[[Any], None]]] = {}
+        self.reader: Callable[[str], Tensor | None] | None = None
         self.on_step: Callable[[], None] | None = None  # called after an optimizer's step
 
     def check_whole(self, what: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerofx.compat.callers import is_called_by_distribution
+from zerofx.compat.graphs import pytree
 from zerofx.compat.tensors import (
     DisableTorchFunctionSubclass,
     allow_foreach,
@@ -26,13 +27,18 @@ from zerofx.compat.tensors import (
 )
 from zerofx.errors import ShardError
 from zerofx.runtime.tensors.checkpoint import box_at, chunks, write_items
-from zerofx.runtime.tensors.piece import ParameterPiece
+from zerofx.runtime.tensors.piece import Ledger, ParameterPiece
 from zerofx.runtime.tensors.refuse import op_name, refusal
 
 K = TypeVar("K")
 Handler = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 HANDLERS: dict[Any, Handler] = {}
+VALUES: set[Handler] = set()
+"""Handlers that compute from values; in a forward that runs eagerly, these are whole instead."""
+READERS: list[Ledger] = []
+"""Ledgers of models whose forward runs eagerly now, innermost last."""
+_VALUE_GETTERS = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 
 
 def handles(*funcs: Any) -> Callable[[Handler], Handler]:
@@ -43,6 +49,42 @@ def handles(*funcs: Any) -> Callable[[Handler], Handler]:
         return handler
 
     return register
+
+
+def reads_values(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether a torch function computes from the values of its tensors.
+
+    Sizes, flags and writes to a parameter do not.
+    """
+    handler = HANDLERS.get(func)
+    if handler is not None and handler not in VALUES:
+        return False
+    name = op_name(func)
+    if name != getattr(func, "__name__", name):  # of a property
+        return name in _VALUE_GETTERS
+    is_write = name.endswith("_") and not name.endswith("__")
+    return not (is_write and args and getattr(args[0], "_is_param", False))
+
+
+def with_whole_parameters(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """Return the arguments with whole tensors for parameters that code running eagerly reads.
+
+    Also returns whether there are any.
+    """
+    found = False
+
+    def whole(leaf: Any) -> Any:
+        nonlocal found
+        if not getattr(leaf, "_is_param", False) or leaf.zfx.ledger.reader is None:
+            return leaf
+        read = leaf.zfx.ledger.reader(leaf.zfx.name)
+        found |= read is not None
+        return leaf if read is None else read
+
+    args, kwargs = pytree.tree_map(whole, (args, kwargs))
+    return args, kwargs, found
 
 
 class ShardedTensor(DTensor):
@@ -62,6 +104,10 @@ class ShardedTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if READERS and reads_values(func, args):
+            args, kwargs, found = with_whole_parameters(args, kwargs)
+            if found:
+                return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is None:
             refuse(func, args, kwargs)
