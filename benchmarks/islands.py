@@ -196,9 +196,11 @@ def cases(width: int) -> dict[str, Case]:
     }  # fmt: skip
 
 
-def sharded(model: nn.Module, lists: tuple[str, ...], system: str, kernels: str) -> nn.Module:
+def sharded(
+    model: nn.Module, lists: tuple[str, ...], system: str, plan: dict[str, Any]
+) -> nn.Module:
     if system == "zerofx":
-        return zerofx.compile(model, zerofx.Plan(stage=3, kernels=kernels))
+        return zerofx.compile(model, plan)
     from torch.distributed.fsdp import fully_shard
 
     for name in lists:
@@ -214,7 +216,8 @@ class Trainee:
         torch.manual_seed(0)
         case = cases(options.width)[name]
         model = case.make(options.width).train()
-        self.model: Any = sharded(model, case.lists, system, options.kernels)
+        plan = {"stage": 3, "kernels": options.kernels, "bucket_bytes": options.bucket_bytes}
+        self.model: Any = sharded(model, case.lists, system, plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.batch, self.rows = case.batch, options.rows
 
@@ -288,6 +291,7 @@ def main() -> None:
         help="only models with one of these texts in their name, separated by commas",
     )
     parser.add_argument("--kernels", default="aten", choices=["inductor", "aten"])
+    parser.add_argument("--bucket-bytes", type=int, help="Plan.bucket_bytes")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--turns", type=int, default=20)
