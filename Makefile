@@ -2,7 +2,8 @@
 # make test      lint, types, and every test that is not slow (10 to 25 minutes on 2 cores)
 # make test-slow one slice of the slow tests, SLICE=3 or the one whose turn it is at this commit
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
-# make faults    damaged and crafted input of every kind, COUNT=50000, and pairs of jobs that are killed
+# make faults    damaged and crafted input of every kind, COUNT=50000; ranks and jobs that are killed
+# make soak      a job of two ranks under random faults for MINUTES=120; again: goes on
 # make bench     step time against FSDP2 and DDP
 # make docs      build the documentation as a site: build/docs/index.html
 # make zoo       hundreds of models, trained compiled and plainly (hours): docs/measured.md
@@ -22,6 +23,7 @@ BENCH_FLAGS ?=
 ZOO_FLAGS ?=
 SLICE ?=
 COUNT ?= 50000
+MINUTES ?= 120
 
 PY := $(VENV)/bin/python
 BASE := $(VENV)/.base
@@ -35,7 +37,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests start hundreds of processes: without stored bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test test-slow test-all faults slices-table slow-times lint format bench zoo docs clean
+.PHONY: venv demo test test-slow test-all faults soak slices-table slow-times lint format bench zoo docs clean
 
 venv: $(STAMP)
 
@@ -74,7 +76,11 @@ test-all: test
 
 faults: $(STAMP)
 	$(PY) tests/fuzz.py $(COUNT)
+	$(PY) tests/kills.py
 	$(PY) -m pytest -q tests/faults -k "pairs_that_are_killed or fuzz or damage or lock"
+
+soak: $(STAMP)
+	$(PY) tests/soak.py build/soak --minutes $(MINUTES)
 
 slices-table: $(STAMP)
 	$(PY) tests/slices.py table

@@ -91,6 +91,18 @@ def process_started(pid: int) -> int:
     return 0 if not fields or fields[0] in (b"Z", b"X") else int(fields[19])
 
 
+def is_running(pid: int, started: int) -> bool:
+    """Return whether the process that started then still exists, even if stopped.
+
+    Also returns True if the system cannot tell, for example because no file descriptor is left.
+    That is not a death, and the limit of a wait for the process still applies.
+    """
+    try:
+        return process_started(pid) == started
+    except OSError:
+        return True
+
+
 def _stat(pid: int) -> list[bytes]:
     """Return the fields of /proc/<pid>/stat from the state on; empty if the process has ended."""
     try:
@@ -224,16 +236,9 @@ class MemoryBoard:
         return self._words[rank * ROW_BYTES // 8 + _PID]
 
     def is_alive(self, rank: int) -> bool:
-        """Return whether the process that signed in as `rank` still exists, even if stopped.
-
-        Also returns True if the system cannot tell, for example because no file descriptor is
-        left. That is not a death, and the limit of the wait still applies.
-        """
+        """Return whether the process that signed in as `rank` still exists; see `is_running`."""
         word = rank * ROW_BYTES // 8
-        try:
-            return process_started(self._words[word + _PID]) == self._words[word + _STARTED]
-        except OSError:
-            return True
+        return is_running(self._words[word + _PID], self._words[word + _STARTED])
 
     def is_stopped(self, rank: int) -> bool:
         """Return whether the process of `rank` is stopped (SIGSTOP, Ctrl-Z, a debugger)."""

@@ -23,9 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.comm import flight_recorder
 from zerofx.comm.agreement import Agreement
+from zerofx.comm.board import is_running, process_started
 from zerofx.comm.collectives import Axis, Lane
 from zerofx.comm.gloo import Algorithm, GlooAxis
-from zerofx.comm.hosts import meet
+from zerofx.comm.hosts import host_key, meet
 from zerofx.comm.meeting import (
     BoundedStore,
     Meeting,
@@ -41,6 +42,7 @@ from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES, CONTEXT
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_HERE = "zerofx/here"  # key: of each rank's process
 _TELL_S = 2.0  # how long a rank that has raised tries to reach the store to report it
 _NAP_S = 0.05  # between two attempts to reach the server of the job's store
 
@@ -118,6 +120,7 @@ class StartUp:
         self._agreement: Agreement | None = None
 
     def __enter__(self) -> StartUp:
+        _announce()
         return self
 
     def __exit__(
@@ -328,8 +331,35 @@ def _meeting_of_world(everyone: list[int], limit_s: float) -> tuple[Meeting, str
     store, rank = default_store(), everyone.index(dist.get_rank())
     with store_errors():  # the number is the same on every rank
         number = BoundedStore(store, limit_s).add(f"{name}/worlds/{rank}", 1)
+    processes = BoundedStore(store, limit_s)
     store = BoundedStore(dist.PrefixStore(f"{name}/{number}", store), limit_s)
-    return Meeting(store, rank, len(everyone), limit_s), str(number)
+    meeting = Meeting(store, rank, len(everyone), limit_s)
+    meeting.lost = lambda: _ended(processes, everyone)
+    return meeting, str(number)
+
+
+def _announce() -> None:
+    """Post which process this rank is, so that ranks that wait for it notice its end."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        here = json.dumps([host_key(), os.getpid(), process_started(os.getpid())])
+        with store_errors():
+            store = BoundedStore(default_store(), timeout_s())
+            store.set(f"{_HERE}/{dist.get_rank()}", here)
+
+
+def _ended(processes: BoundedStore, ranks: list[int]) -> str | None:
+    """Name a rank whose process has ended on this host; None if there is none, or none known."""
+    host = host_key()
+    for rank in ranks:
+        key = f"{_HERE}/{rank}"
+        processes.allow(processes.limit_s)
+        with store_errors():
+            known = processes.get(key) if processes.check([key]) else b""
+        if known:
+            place, pid, started = json.loads(known)
+            if place == host and not is_running(pid, started):
+                return f"rank {rank} ({place.partition('/')[0]}, process {pid}) died"
+    return None
 
 
 def other_axes(mesh: DeviceMesh | None) -> str:
@@ -387,8 +417,10 @@ def join(
             return Axis()
         position = members.index(me)
         if what not in groups.pairs:
-            with meeting.making(f"the groups of the {what} axis"):
-                groups.pairs[what] = _new_group(members, device), _new_group(members, device)
+            groups.pairs[what] = meeting.made(
+                f"the groups of the {what} axis",
+                lambda: (_new_group(members, device), _new_group(members, device)),
+            )
         gathers, reduces = groups.pairs[what]
         made: GlooAxis | NcclAxis
         if backend == "nccl":

@@ -21,8 +21,10 @@ from zerofx.errors import DesyncError, PlanError
 T = TypeVar("T")
 STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
 _NAP_S = (2e-3, 0.1)  # first and longest sleep between two looks at the store
+_LOOK_S = 0.25  # between two looks at the other ranks during a creation
 _LEAST_S = 2.0  # the least time that a request gets, however late it is made
 _FAREWELL_S = 3.0  # how long ranks wait for each other to report a failed creation
+_PATIENCE = 3  # times torch's own limit of a creation, after which it is not waited for
 _YEAR_S = 365 * 86400.0
 
 
@@ -72,7 +74,7 @@ class BoundedStore:
     """
 
     def __init__(self, store: Any, limit_s: float) -> None:
-        self.raw, self._limit_s = store, limit_s
+        self.raw, self.limit_s = store, limit_s
         self._silent = ""
         self.allow(limit_s)
 
@@ -111,15 +113,19 @@ class BoundedStore:
             return within(max(self._until - time.monotonic(), _LEAST_S), request, *args)
         except TimeoutError as error:
             self._silent = (
-                f"the store of the job did not answer within {self._limit_s:g} s "
+                f"the store of the job did not answer within {self.limit_s:g} s "
                 f"(ZEROFX_TIMEOUT_S). The process that serves it ({_server()}) may have been "
                 "stopped. Continue it, or end the job"
             )
             raise DesyncError(self._silent) from error
 
 
-def within(limit_s: float, request: Callable[..., T], *args: Any) -> T:
+def within(
+    limit_s: float, request: Callable[..., T], *args: Any, look: Callable[[], None] | None = None
+) -> T:
     """Return the result of `request(*args)`, run by a thread; Ctrl-C ends the wait.
+
+    look: is called several times per second meanwhile; what it raises ends the wait too.
 
     Raises:
         TimeoutError: the request has not ended within the limit. The thread stays.
@@ -136,8 +142,12 @@ def within(limit_s: float, request: Callable[..., T], *args: Any) -> T:
         ended.set()
 
     threading.Thread(target=run, name="zerofx-store", daemon=True).start()
-    if not ended.wait(limit_s):
-        raise TimeoutError(f"no answer within {limit_s:.1f} s")
+    until = time.monotonic() + limit_s
+    while not ended.wait(limit_s if look is None else min(limit_s, _LOOK_S)):
+        if time.monotonic() >= until:
+            raise TimeoutError(f"no answer within {limit_s:.1f} s")
+        if look is not None:
+            look()
     if errors:
         raise errors[0]
     return answers[0]
@@ -147,8 +157,7 @@ class Meeting:
     """One start-up of `size` ranks that have `store` to themselves, seen from rank `rank`.
 
     hosts: the known hosts of ranks, for messages.
-    lost: returns the description of a lost rank, once there is a board that shows it; asked during
-        every wait.
+    lost: returns the description of a lost rank; asked now and then during every wait.
     """
 
     def __init__(
@@ -162,6 +171,7 @@ class Meeting:
         self.store, self.rank, self.size, self.limit_s = store, rank, size, limit_s
         self.hosts: dict[int, str] = {} if hosts is None else hosts
         self.lost: Callable[[], str | None] = lambda: None
+        self._looked = time.monotonic()
 
     def share(self, topic: str, value: str) -> list[str]:
         """Return what every rank shares under a topic, in rank order, once all have shared.
@@ -208,7 +218,9 @@ class Meeting:
             told = self.store.get("raised").decode() if self.store.check(["raised"]) else None
         if told is not None:
             raise DesyncError(f"{told}; rank {self.rank} waited for it to start up")
-        lost = self.lost()
+        if time.monotonic() - self._looked < _LOOK_S:
+            return
+        lost, self._looked = self.lost(), time.monotonic()
         if lost is not None:
             raise self.fail(f"{lost}; rank {self.rank} waits for it to start up")
 
@@ -224,10 +236,22 @@ class Meeting:
             yield
         except DesyncError:
             raise
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             raise self._explain(what, time.monotonic() - started, error) from error
         with store_errors():
             self.store.set(f"{what}/{self.rank}", "")
+
+    def made(self, what: str, make: Callable[[], T]) -> T:
+        """Return what `make` creates with all ranks, and look at the others meanwhile.
+
+        torch waits for them until its own limit, even if one has died, so a thread makes the call.
+        It stays until that limit if another rank is lost.
+
+        Raises:
+            DesyncError: in place of a RuntimeError of torch; or another rank is lost.
+        """
+        with self.making(what):
+            return within(_PATIENCE * self.limit_s, make, look=self.check)
 
     def name(self, ranks: list[int]) -> str:
         """Return "rank 1 (host a)" or "ranks 1, 2"; with the host of a single rank if known."""
@@ -235,7 +259,7 @@ class Meeting:
         host = self.hosts.get(ranks[0]) if len(ranks) == 1 else None
         return named + (f" (host {host})" if host else "")
 
-    def _explain(self, what: str, waited_s: float, error: RuntimeError) -> DesyncError:
+    def _explain(self, what: str, waited_s: float, error: Exception) -> DesyncError:
         """Name the ranks that neither succeeded nor failed: the others fail at about this time."""
         self.check()
         with store_errors():
