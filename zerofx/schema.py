@@ -31,7 +31,8 @@ DAMAGE = (
     ArithmeticError, MemoryError, RuntimeError, AssertionError, struct.error, zlib.error,
 )  # fmt: skip
 _SHOWN = 60  # characters of a value that an error shows
-_NAME = re.compile(r"[^/\\\0]+")
+# Of a file: also without halves of surrogate pairs, except those that stand for bytes in a name.
+_NAME = re.compile(r"[^/\\\0\ud800-\udc7f\udd00-\udfff]+")
 
 
 class FormError(ValueError):

@@ -176,7 +176,8 @@ def test_a_safetensors_header(
 
 
 @pytest.mark.parametrize(
-    "where", ["../outside.safetensors", "/etc/passwd", "..", "a/b.safetensors", 3]
+    "where",
+    ["../outside.safetensors", "/etc/passwd", "..", "a/b.safetensors", 3, "\ud800.safetensors"],
 )
 def test_an_index_that_leads_out_of_its_folder(
     matrix: fuzz.Matrix, tmp_path: Path, where: Any
