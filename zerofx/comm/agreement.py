@@ -245,9 +245,9 @@ class Agreement:
     def letters(self, size: int) -> Letters:
         """Return the means by which threads of all `size` ranks exchange messages."""
         assert self._store is not None
-        return Letters(self._store.raw, self.rank, size, self._dead)
+        return Letters(self._store.raw, self.rank, size, self.dead)
 
-    def _dead(self) -> str | None:
+    def dead(self) -> str | None:
         """Name a rank that has died. A rank that has left is fine: it has done its part."""
         for row in self._others:
             if self.board.state(row) != ABSENT and not self.board.is_alive(row):

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -58,6 +59,7 @@ class Axes:
     agreement: Agreement
     shard_mesh: DeviceMesh | None
     give_back: Callable[[], None]
+    transfers: Callable[[list[int]], Any]
 
 
 def place(device: torch.device | str | None, mesh: DeviceMesh | None = None) -> torch.device:
@@ -454,7 +456,8 @@ def join(
     _LIVING[kept_as] += 1
     if groups.mesh is None and axes["shard"].size > 1:
         groups.mesh = DeviceMesh.from_group(groups.pairs["shard"][0], device.type)
-    return Axes(backend, axes, whole, lane, agreement, groups.mesh, give_back)
+    transfers = partial(groups.for_transfers, everyone, meeting)
+    return Axes(backend, axes, whole, lane, agreement, groups.mesh, give_back, transfers)
 
 
 def _new_group(members: list[int], device: torch.device) -> Any:
@@ -491,14 +494,28 @@ def _new_group(members: list[int], device: torch.device) -> Any:
 class Groups:
     """The groups of one world: axis -> (gathers, reduces). `name` is equal on all its ranks.
 
-    `launched` counts this rank's collectives in ended worlds.
+    `launched` counts this rank's collectives in ended worlds. `transfers`: ranks -> a group.
     """
 
     name: str
     pairs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    transfers: dict[tuple[int, ...], Any] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
     launched: int = 0
     job: Any = field(default_factory=lambda: dist.group.WORLD)
+
+    def for_transfers(self, everyone: list[int], meeting: Meeting, members: list[int]) -> Any:
+        """Return a gloo group of some ranks of the world, for files; only they call it.
+
+        everyone: the ranks of the world in the job.
+        """
+        key = tuple(members)
+        if key not in self.transfers:
+            chosen, host = [everyone[rank] for rank in members], torch.device("cpu")
+            self.transfers[key] = meeting.made(
+                f"a group of ranks {members}", lambda: _new_group(chosen, host), members
+            )
+        return self.transfers[key]
 
 
 _KEPT: dict[tuple[str, str], list[Groups]] = {}  # by backend and grid of ranks

@@ -12,7 +12,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from zerofx.comm.differences import name_ranks
@@ -225,8 +225,10 @@ class Meeting:
             raise self.fail(f"{lost}; rank {self.rank} waits for it to start up")
 
     @contextlib.contextmanager
-    def making(self, what: str) -> Iterator[None]:
+    def making(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
         """Run something that torch does with all ranks; its errors then name the missing ranks.
+
+        ranks: those that take part, if not all do.
 
         Raises:
             DesyncError: in place of a RuntimeError of torch.
@@ -237,12 +239,12 @@ class Meeting:
         except DesyncError:
             raise
         except (RuntimeError, TimeoutError) as error:
-            raise self._explain(what, time.monotonic() - started, error) from error
+            raise self._explain(what, time.monotonic() - started, error, ranks) from error
         with store_errors():
             self.store.set(f"{what}/{self.rank}", "")
 
-    def made(self, what: str, make: Callable[[], T]) -> T:
-        """Return what `make` creates with all ranks, and look at the others meanwhile.
+    def made(self, what: str, make: Callable[[], T], ranks: Sequence[int] | None = None) -> T:
+        """Return what `make` creates with all ranks, or `ranks`; look at the others meanwhile.
 
         torch waits for them until its own limit, even if one has died, so a thread makes the call.
         It stays until that limit if another rank is lost.
@@ -250,7 +252,7 @@ class Meeting:
         Raises:
             DesyncError: in place of a RuntimeError of torch; or another rank is lost.
         """
-        with self.making(what):
+        with self.making(what, ranks):
             return within(_PATIENCE * self.limit_s, make, look=self.check)
 
     def name(self, ranks: list[int]) -> str:
@@ -259,13 +261,15 @@ class Meeting:
         host = self.hosts.get(ranks[0]) if len(ranks) == 1 else None
         return named + (f" (host {host})" if host else "")
 
-    def _explain(self, what: str, waited_s: float, error: Exception) -> DesyncError:
+    def _explain(
+        self, what: str, waited_s: float, error: Exception, ranks: Sequence[int] | None
+    ) -> DesyncError:
         """Name the ranks that neither succeeded nor failed: the others fail at about this time."""
         self.check()
         with store_errors():
             self.store.set(f"{what}/{self.rank}", "")
         deadline = time.monotonic() + _FAREWELL_S
-        while (missing := self._missing(what)) and time.monotonic() < deadline:
+        while (missing := self._missing(what, ranks)) and time.monotonic() < deadline:
             time.sleep(_NAP_S[1])
             self.check()
         doing = f"while rank {self.rank} was making {what}, for {waited_s:.1f} s"
@@ -299,11 +303,12 @@ class Meeting:
     def _keys(self, topic: str) -> list[str]:
         return [f"{topic}/{rank}" for rank in range(self.size)]
 
-    def _missing(self, topic: str) -> list[int]:
-        """Return the ranks that have shared nothing under a topic."""
+    def _missing(self, topic: str, ranks: Sequence[int] | None = None) -> list[int]:
+        """Return the ranks, of `ranks` or of all, that have shared nothing under a topic."""
         with store_errors():
             keys = enumerate(self._keys(topic))
-            return [rank for rank, key in keys if not self.store.check([key])]
+            late = [rank for rank, key in keys if not self.store.check([key])]
+        return late if ranks is None else [rank for rank in late if rank in ranks]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,6 +71,7 @@ class World:
         agreement: Agreement | None = None,
         shard_mesh: DeviceMesh | None = None,
         give_back: Callable[[], None] | None = None,
+        transfers: Callable[[list[int]], Any] | None = None,
         other_axes: str = "",
     ) -> None:
         self.device = device
@@ -86,7 +88,7 @@ class World:
             self._legs = [(self._shard, "reduce_scatter")]
         self.shard_mesh, self.other_axes = shard_mesh, other_axes
         self.counters = lane.counters if lane else {kind: Traffic() for kind in COUNTED}
-        self._lane, self._agreement = lane, agreement
+        self._lane, self._agreement, self._transfers = lane, agreement, transfers
         self.steps = StepLog()
         if agreement is not None:
             weakref.finalize(self, _say_goodbye, agreement)
@@ -175,6 +177,7 @@ class World:
             agreement=axes.agreement,
             shard_mesh=axes.shard_mesh,
             give_back=axes.give_back,
+            transfers=axes.transfers,
             other_axes=others,
         )
 
@@ -338,6 +341,18 @@ class World:
     def letters(self) -> Letters | None:
         """Return the means by which threads of all ranks exchange messages; None for one rank."""
         return None if self._agreement is None else self._agreement.letters(self.size)
+
+    def for_transfers(self, ranks: list[int]) -> tuple[Any, Callable[[], str | None]]:
+        """Return a gloo group of some ranks, for use in threads; only these ranks call this.
+
+        The first call with these ranks connects them. Also returns a function that tells why a rank
+        will not take part any more, or None if all may.
+
+        Raises:
+            DesyncError: a rank did not make this call; names it.
+        """
+        assert self._transfers is not None and self._agreement is not None
+        return self._transfers(ranks), self._agreement.dead
 
     def level(self) -> None:
         """End a call in which ranks launch different collectives: make their counts equal again.

@@ -2,6 +2,7 @@
 
 saving.py, loading.py   the two calls, step by step
 series.py               snapshots of several steps in one directory
+spread.py               snapshots on the disks of several hosts, and how files get there
 job.py                  a rank's part in both; generators and values in their saved form
 files.py                the files on disk: how they are published, opened, and verified
 held.py                 files that stay open while they are read; a read restarts if they were

@@ -98,8 +98,8 @@ class SaveSteps:
         self._writer.set_up_storage_writer(is_first)
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
-    def combine(self, plans: list[SavePlan]) -> int:
-        """Decide which rank writes what; return the total number of bytes of all ranks' tensors.
+    def combine(self, plans: list[SavePlan]) -> list[int]:
+        """Decide which rank writes what; return the number of bytes of each rank's tensors.
 
         Every rank computes the same result from the same plans.
 
@@ -112,7 +112,7 @@ class SaveSteps:
             raise SnapshotError(f"the ranks hold different parts of a state: {error}") from error
         mine = self._writer.prepare_global_plan(combined)[self._rank]
         self._plan = self._planner.finish_plan(mine)
-        return sum(_num_bytes(item) for plan in combined for item in plan.items)
+        return [sum(map(_num_bytes, plan.items)) for plan in combined]
 
     def hold(self) -> None:
         """Copy this rank's share to the host, so that `write` may run while training changes it."""
@@ -395,6 +395,11 @@ class LoadSteps:
         ):
             return flat_piece(value)
         return value
+
+    def files(self) -> set[str]:
+        """Return the names of the files that contain the planned tensors."""
+        places = self.index.storage_data or {}
+        return {places[item.storage_index].relative_path for item in self._plan.items}
 
     def read(self) -> None:
         """Fill the planned tensors in place."""

@@ -43,7 +43,8 @@ _MANIFEST = schema.record(
         "world_size": schema.integer(1, 1 << 31),
         "parameters": _NAMES,
         "buffers": _NAMES,
-    }
+    },
+    hosts=schema.integer(1, 1 << 31),
 )
 _LOOKS_S = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2)  # between attempts to find a missing name
 
@@ -156,6 +157,20 @@ class OpenSnapshot:
         """A digest that identifies this save."""
         return _digest(self.manifest)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether its files are spread over disks of hosts, so that some may be missing here."""
+        return "hosts" in self.manifest
+
+    def held(self) -> frozenset[str]:
+        """Return the names of the files that are here with the right size."""
+        found = {MANIFEST}
+        for name, (num_bytes, _) in self.manifest["files"].items():
+            with contextlib.suppress(FileNotFoundError, SnapshotError):
+                if self.files.num_bytes(name) == num_bytes:
+                    found.add(name)
+        return frozenset(found)
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Raise `Replaced` if reading within the block fails because of a later save.
@@ -210,8 +225,8 @@ class OpenSnapshot:
             with contextlib.suppress(FileNotFoundError):
                 self.files.stream(name)
 
-    def check(self, share: int, shares: int) -> None:
-        """Check the sizes and checksums of all files.
+    def check(self, share: int, shares: int, needed: frozenset[str] | None = None) -> None:
+        """Check the sizes and checksums of all files, or of those that are needed on this host.
 
         Large files are divided among the ranks: only the share-th of `shares` are verified here.
 
@@ -219,6 +234,8 @@ class OpenSnapshot:
             SnapshotError: names the file, with both sizes.
         """
         files = self.manifest["files"]
+        if needed is not None:
+            files = {name: files[name] for name in files if name in needed}
         for name, (num_bytes, _) in files.items():
             path = self.folder / name
             try:
@@ -234,6 +251,18 @@ class OpenSnapshot:
         for name in [*files.keys() - set(large), *large[share::shares]]:
             if _checksum_of(self.files.stream(name)) != files[name]:
                 raise SnapshotError(f"{self.folder / name}: damaged: its checksum differs")
+
+    def damaged(self, names: set[str], share: int, shares: int) -> set[str]:
+        """Return which of these files are damaged; only the share-th of `shares` are verified."""
+        found = set()
+        for name in sorted(names)[share::shares]:
+            if name in self.manifest["files"]:
+                try:
+                    seen = _checksum_of(self.files.stream(name))
+                except (OSError, SnapshotError):
+                    seen = []
+                found |= {name} if seen != self.manifest["files"][name] else set()
+        return found
 
 
 def _what_lies_in(folder: Path) -> str:

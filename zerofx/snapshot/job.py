@@ -77,6 +77,12 @@ class Job:
             "buffers": state.describe(state.buffers_of(self.model)),
         }
 
+    @property
+    def label(self) -> str:
+        """The name of the snapshot in messages of all ranks, whose paths may differ."""
+        name, series = self.folder.name, self.folder.parent.name
+        return f"{series}/{name}" if name.startswith("step-") else name
+
     def digest(self) -> str:
         """Return the part of the arguments that must be equal on all ranks."""
         kinds = "+".join(type(each).__name__ for each in self.optimizers.values())

@@ -21,7 +21,7 @@ from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.schema import DAMAGE
-from zerofx.snapshot import files, series, state, target, whole_states
+from zerofx.snapshot import files, spread, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.held import read_settled
 from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
@@ -92,21 +92,21 @@ def resume(
     return _read(job) if _is_there(job) else None
 
 
-def _found(job: _Load) -> list[Path]:
-    """Return the snapshots of a series, newest first, as rank 0 sees them; a collective call."""
-    what = f"looking for snapshots in {job.folder}"
-    return together(job.world, what, lambda: series.snapshots_in(job.folder), SnapshotError)[0]
+def _found(job: _Load) -> list[spread.Candidate]:
+    """Return the snapshots of a series, newest first, or a spread one; a collective call."""
+    job.hosts = spread.Hosts.of(job.world, f"looking for {job.label}", job.folder)
+    return spread.candidates(job.world, job.hosts, job.folder)
 
 
 def _is_there(job: _Load) -> bool:
     """Return whether rank 0 sees a snapshot, or the remains of an interrupted save."""
-    what = f"looking for {job.folder}"
+    what = f"looking for {job.label}"
     return together(job.world, what, lambda: files.is_there(job.folder), SnapshotError)[0]
 
 
 def _is_foreign(job: _Load) -> bool:
     """Return whether rank 0 sees a checkpoint of another library; a collective call."""
-    what, folder = f"looking at {job.folder}", job.folder
+    what, folder = f"looking at {job.label}", job.folder
 
     def look() -> bool:
         return not files.is_own(folder) and recognise(target.place(folder)) is not None
@@ -118,35 +118,79 @@ def _read_foreign(job: _Load, names: Names) -> dict[str, Any]:
     """Load weights and states that another library has saved."""
     job.check_model()
     fill = Fill(job.model, job.folder, names, optimizers=job.optimizers.values())
-    read_settled(job.world, f"zerofx.load of {job.folder}", fill)
+    read_settled(job.world, f"zerofx.load of {job.label}", fill)
     return fill.extra
 
 
 def _read(job: _Load) -> dict[str, Any]:
-    read_settled(job.world, f"zerofx.load of {job.folder}", job)
+    read_settled(job.world, f"zerofx.load of {job.label}", job)
     return job.extra
 
 
-def _load_newest(job: _Load, found: list[Path]) -> dict[str, Any]:
+def _load_newest(job: _Load, found: list[spread.Candidate]) -> dict[str, Any]:
     """Load the first undamaged snapshot of the list; a collective call.
 
     Raises:
         SnapshotError: all are damaged, or the first undamaged one does not fit the model.
     """
-    problems = []
-    for folder in found:
-        job.folder, job.is_damaged = folder, False
+    problems, place = [], job.folder
+    for each in found:
+        job.folder, job.is_damaged = each.within(place), False
         try:
-            return _read(job)
+            if each.sights is None:
+                return _read(job)
+            return _read_spread(job, each)
         except SnapshotError as error:
-            if not any(exchange(job.world, job.is_damaged, f"whether {folder} is damaged")):
-                raise SnapshotError(f"{folder}: {error}") from error
+            if not any(exchange(job.world, job.is_damaged, f"whether {job.label} is damaged")):
+                raise SnapshotError(f"{job.folder}: {error}") from error
             problems.append(str(error))
             if job.world.rank == 0:
                 log.warning("zerofx: a damaged snapshot is skipped: %s", error)
-    raise SnapshotError(
-        f"all {len(found)} snapshots in {found[0].parent} are damaged: {'; '.join(problems)}"
-    )
+        finally:
+            job.needed = None
+    if len(found) == 1:
+        raise SnapshotError(f"{job.folder} is damaged: {problems[0]}")
+    raise SnapshotError(f"all {len(found)} snapshots in {place} are damaged: {'; '.join(problems)}")
+
+
+def _read_spread(job: _Load, candidate: spread.Candidate) -> dict[str, Any]:
+    """Load a snapshot from the disks of several hosts: bring what is needed where it is needed.
+
+    Files that are here are verified while they are loaded. Only if that finds damage, each is
+    verified before, and copies from other hosts replace the damaged ones.
+
+    Raises:
+        SnapshotError: a file is on no host, or damaged on all; or the model is another one.
+    """
+    world, hosts, folder = job.world, job.hosts, job.folder
+    what = f"zerofx.load of {job.label}"
+    gathering = spread.Gathering(world, hosts, candidate, folder)
+    job.is_damaged = True
+    if missing := candidate.missing():
+        raise SnapshotError(f"{folder}: {', '.join(missing)}: on none of {len(hosts.ranks)} hosts")
+    small = set(spread.SMALL)
+    gathering.get([small] * len(hosts.ranks))
+    job.is_damaged = False
+    by_rank = together(world, what, job.survey, SnapshotError)
+    needed = [small.union(*(by_rank[rank] for rank in ranks)) for ranks in hosts.ranks]
+    job.needed = frozenset(needed[hosts.here])
+    job.is_damaged = True
+    gathering.get(needed)
+    job.is_damaged = False
+    try:
+        return _read(job)
+    except SnapshotError:
+        if not any(exchange(world, job.is_damaged, f"whether {job.label} is damaged")):
+            raise
+    while True:
+        job.is_damaged = True
+        by_rank = together(world, what, job.damaged, SnapshotError)
+        damaged = [set().union(*(by_rank[rank] for rank in ranks)) for ranks in hosts.ranks]
+        if not any(damaged):
+            job.is_damaged = False
+            return _read(job)
+        gathering.drop(damaged)
+        gathering.get(needed)
 
 
 class _Load(Job):
@@ -154,6 +198,8 @@ class _Load(Job):
 
     snapshot: files.OpenSnapshot | None = None
     is_damaged = False  # as opposed to a snapshot of another model
+    hosts: spread.Hosts
+    needed: frozenset[str] | None = None  # of a spread snapshot: the files for ranks of this host
 
     def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
         super().__init__(folder, model, optimizer)
@@ -175,17 +221,49 @@ class _Load(Job):
     def check(self) -> None:
         """Check everything that can be checked before the model is changed."""
         assert self.snapshot is not None
-        manifest = self.snapshot.manifest
+        self._check_model()
+        share = (self.world.rank, self.world.size)
+        if self.needed is not None:
+            share = self.hosts.share
+        with self._damages(), self.snapshot.watched():
+            self.snapshot.check(*share, self.needed)
+        self._plan()
+
+    def survey(self) -> set[str]:
+        """Return the files with what this rank loads."""
+        self.open()
+        try:
+            self._check_model()
+            self._plan()
+            return self.steps.files()
+        finally:
+            self.close()
+
+    def damaged(self) -> set[str]:
+        """Return the damaged ones of this rank's share of the files that its host needs."""
+        assert self.needed is not None
+        self.open()
+        try:
+            assert self.snapshot is not None
+            return self.snapshot.damaged(set(self.needed), *self.hosts.share)
+        finally:
+            self.close()
+
+    def _check_model(self) -> None:
+        assert self.snapshot is not None
         self.check_model()
         here = self.describe()
         for kind in ("parameters", "buffers"):
-            state.check_same_model(kind, manifest[kind], here[kind])
-        sums, held = manifest["files"], self.snapshot.files
+            state.check_same_model(kind, self.snapshot.manifest[kind], here[kind])
+
+    def _plan(self) -> None:
+        """Read what is not a tensor, and plan how to read the tensors."""
+        assert self.snapshot is not None
+        manifest, held = self.snapshot.manifest, self.snapshot.files
         with self._damages(), self.snapshot.watched():
-            self.snapshot.check(self.world.rank, self.world.size)
             self.values = unpack(held.stream(target.VALUES), held.path(target.VALUES))
             self.extra: dict[str, Any] = self.values["extra"]
-            file_bytes = {name: num_bytes for name, (num_bytes, _) in sums.items()}
+            file_bytes = {name: num_bytes for name, (num_bytes, _) in manifest["files"].items()}
             self.steps = LoadSteps(held, file_bytes, self.store.homes.release)
         self.saved_ranks = manifest["world_size"]
         self.steps.plan(self._targets(for_plan=True))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -19,10 +19,12 @@ from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
-from zerofx.snapshot import files, series, state, target, whole_states
+from zerofx.snapshot import files, series, spread, state, target, whole_states
 from zerofx.snapshot.dcp import SaveSteps, written_files
 from zerofx.snapshot.job import Job, Optimizers, pack, random_states, write_in_background
 from zerofx.snapshot.lock import Lock
+
+T = TypeVar("T")
 
 
 def save(
@@ -34,6 +36,7 @@ def save(
     step: int | None = None,
     keep: int | None = None,
     background: bool = False,
+    copies: int | None = None,
 ) -> Future[Path] | None:
     """Save a training run to a directory of its own; a collective call, all ranks make it.
 
@@ -48,21 +51,25 @@ def save(
     keep: how many snapshots to keep in `folder`; older ones are removed. Default: all.
     background: copy the data to host memory, and return while a thread writes them. The next save
         or load, and the end of the process, wait for it.
+    copies: hosts do not share a file system, and `folder` is on a disk of each host's own. Every
+        rank writes to its host's disk, and each file is copied to so many other hosts: with 1, the
+        loss of any one host loses nothing. Needs `step`. `load` and `resume` find out by
+        themselves, and bring files to hosts that lack them.
 
     Returns:
         With `background`, a future of the snapshot's path; it raises if the save has failed.
 
     Raises:
-        ArgumentError: `step` or `keep` is not a valid number.
+        ArgumentError: `step`, `keep` or `copies` is not a valid number.
         SnapshotError: a value cannot be saved, or the file system refuses; nothing is published.
             With `background`, the next save or load raises errors of writing.
         DesyncError: a rank did not make this call; names it.
     """
     target.check_call("zerofx.save(folder, model, optimizer)", folder)
-    series.check_options(step, keep)
-    job = _Save(target.place(folder), model, optimizer, extra, step, keep)
-    world, what = job.world, f"zerofx.save to {job.folder}"
-    options = f"step={step};keep={keep};background={background}"
+    series.check_options(step, keep, copies)
+    job = _Save(target.place(folder), model, optimizer, extra, step, keep, copies)
+    world, what = job.world, f"zerofx.save to {job.label}"
+    options = f"step={step};keep={keep};background={background};copies={copies}"
     world.agree("zerofx.save", f"{job.digest()};{options}")
     is_left = False
     try:
@@ -70,8 +77,8 @@ def save(
         if any(map(needs_whole, job.optimizers.values())):
             job.settle()
             surveys = together(world, what, job.survey, SnapshotError)
-        written = together(world, what, lambda: job.prepare(surveys), SnapshotError)[0]
-        assert written is not None
+        job.find_hosts(what)
+        written = together(world, what, lambda: job.prepare(surveys), SnapshotError)
         plans = together(world, what, lambda: job.plan(written), SnapshotError)
         if background:
             together(world, what, lambda: job.hold(plans), SnapshotError)
@@ -80,12 +87,24 @@ def save(
                 job.store, f"zerofx-save-{job.folder.name}", job.finish_apart
             )
         together(world, what, lambda: job.combine(plans), SnapshotError)
-        parts = together(world, what, job.write, SnapshotError)
-        together(world, what, lambda: job.publish(parts), SnapshotError)
+
+        def step_of_all(step: Callable[[], T]) -> list[T]:
+            return together(world, what, lambda: job.busily(step), SnapshotError)
+
+        job.finish(step_of_all)
     finally:
         if not is_left:
             job.tidy()
     return None
+
+
+Part = tuple[list[Any], dict[str, Any]]  # positions of the tensors that a rank wrote, its files
+
+
+class OfAll(Protocol):
+    """Runs a step on all ranks, and returns all results in rank order."""
+
+    def __call__(self, step: Callable[[], T]) -> list[T]: ...
 
 
 class _Save(Job):
@@ -99,15 +118,34 @@ class _Save(Job):
         extra: Mapping[str, Any] | None,
         step: int | None,
         keep: int | None,
+        copies: int | None,
     ) -> None:
         super().__init__(
             folder if step is None else series.place_of(folder, step), model, optimizer
         )
         self.series = folder if step is not None else None
-        self.step, self.keep = step, keep
+        self.step, self.keep, self.copies = step, keep, copies
         self.extra = {} if extra is None else extra
-        self.hidden: target.SavePlace | None = None  # on rank 0
-        self.lock: Lock | None = None  # on rank 0, for a series
+        self.hosts: spread.Hosts | None = None  # with copies
+        self.sums: dict[str, Any] = {}  # on ranks that publish: the checksums of their files
+        self.copied: set[str] = set()  # the files that came from other hosts
+        self.hidden: target.SavePlace | None = None  # on ranks that publish
+        self.lock: Lock | None = None  # on ranks that publish, for a series
+
+    def find_hosts(self, what: str) -> None:
+        """With copies, find out which ranks share a disk; a collective call."""
+        if self.copies is None:
+            return
+        assert self.series is not None
+        place, world = self.series, self.world
+        together(world, what, lambda: place.mkdir(parents=True, exist_ok=True), SnapshotError)
+        self.hosts = spread.Hosts.of(world, what, place)
+        self.hosts.check_copies(self.copies)
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this rank publishes a directory: rank 0, or the first rank of each host."""
+        return self.world.rank == 0 if self.hosts is None else self.hosts.is_leader
 
     def settle(self) -> None:
         """Bring the states of whole-parameter optimizers to their owners; a collective call."""
@@ -135,8 +173,27 @@ class _Save(Job):
                 values[name] = state.whole_values(each, names, found)
             else:
                 values[name] = state.optimizer_values(each, names)
-        if self.world.rank != 0:
+        if self.world.rank == 0:
+            self._pack(values)
+        if not self.publishes:
             return None
+        try:
+            if self.series is not None:
+                series.check_place(self.series)
+                self.series.mkdir(parents=True, exist_ok=True)
+                self.lock = Lock(target.beside(self.series / series.LOCK, "lock"), self.series)
+            self.hidden = target.begin(self.folder)
+        except SnapshotError as error:
+            if self.hosts is None or self.world.rank == 0:
+                raise
+            raise SnapshotError(
+                f"{error}. If that process is a rank of this job, the hosts share a file system: "
+                "leave copies out"
+            ) from error
+        return self.hidden.path
+
+    def _pack(self, values: dict[str, Any]) -> None:
+        """On rank 0, collect the facts of the manifest, and pack all values but tensors."""
         if not isinstance(self.extra, Mapping):
             raise SnapshotError(f"extra is a {type(self.extra).__name__}. Give a dict")
         modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
@@ -153,19 +210,20 @@ class _Save(Job):
         facts = {"world_size": self.world.size, "torch": torch.__version__, "step": self.step}
         plan = self.model._zerofx.setting.plan.to_dict()
         self.facts = {**facts, **self.describe(), "plan": plan}
-        if self.series is not None:
-            series.check_place(self.series)
-            self.series.mkdir(parents=True, exist_ok=True)
-            self.lock = Lock(target.beside(self.series / series.LOCK, "lock"), self.series)
-        self.hidden = target.begin(self.folder)
-        return self.hidden.path
+        if self.hosts is not None:
+            self.facts["hosts"] = len(self.hosts.ranks)
 
-    def plan(self, written: Path) -> Any:
-        """Return the plan of everything that this rank could write."""
+    def plan(self, places: Sequence[Path | None]) -> Any:
+        """Return the plan of everything that this rank could write.
+
+        places: the directory to write into, of each rank that publishes one.
+        """
+        written = places[0 if self.hosts is None else self.hosts.leader(self.world.rank)]
+        assert written is not None
         if not written.is_dir():
             raise SnapshotError(
                 f"{written}, which rank 0 made, does not exist here. Save to a file system that "
-                "all ranks share"
+                "all ranks share, or to a disk of each host with copies=1"
             )
         random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)
         tensors: dict[str, Any] = {"model": dict(sharded_state(self.store)), "random": random}
@@ -180,10 +238,20 @@ class _Save(Job):
         return self.steps.local()
 
     def combine(self, plans: list[Any]) -> None:
-        """Decide which rank writes what; on rank 0, check that there is enough space."""
+        """Decide which rank writes what, and check that there is enough space for it."""
         num_bytes = self.steps.combine(plans)
-        if self.world.rank == 0:
-            target.check_space(self.written, num_bytes + len(self.values))
+        if not self.publishes:
+            return
+        here = sum(num_bytes)
+        if self.hosts is not None:
+            hosts, copies = self.hosts, self.copies or 0
+            of_host = [sum(num_bytes[rank] for rank in ranks) for ranks in hosts.ranks]
+            here = of_host[hosts.here] + sum(
+                of_host[other]
+                for other in range(len(of_host))
+                if hosts.here in hosts.copied_to(other, copies)
+            )
+        target.check_space(self.written, here + (len(self.values) if self.world.rank == 0 else 0))
 
     @torch.no_grad()
     def hold(self, plans: list[Any]) -> None:
@@ -191,39 +259,91 @@ class _Save(Job):
         self.combine(plans)
         self.steps.hold()
 
+    def busily(self, step: Callable[[], T]) -> T:
+        """Run a step that may take long; the other ranks wait for it without a time limit."""
+        with self.world.busy(f"saving to {self.folder}"):
+            return step()
+
+    def finish(self, of_all: OfAll) -> None:
+        """Write and publish. of_all: runs a step on all ranks and returns all results."""
+        parts: list[Part] = of_all(self.write)
+        small = of_all(lambda: self.complete(parts))[0]
+        if self.hosts is not None:
+            of_all(lambda: self.copy([part for _, part in parts], small))
+            of_all(self.check_copies)
+        of_all(self.publish)
+        if self.keep is not None:  # once all hosts have published
+            of_all(self.prune)
+
     @torch.no_grad()
-    def write(self) -> tuple[list[Any], dict[str, Any]]:
+    def write(self) -> Part:
         """Write this rank's file; return the positions of its tensors, and its checksum."""
         results = self.steps.write()
         sums = {n: files.checksum(self.written / n) for n in sorted(written_files(results))}
         return results, sums
 
-    def publish(self, parts: list[tuple[list[Any], dict[str, Any]]]) -> None:
-        """On rank 0, add the other values and the manifest, and rename the directory."""
+    def complete(self, parts: list[Part]) -> dict[str, Any]:
+        """On rank 0, add the other values and the manifest; return the checksums of these files."""
         if self.world.rank != 0:
-            return
+            return {}
         self.steps.finish([results for results, _ in parts])
         target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
         sums.update({n: files.checksum(self.written / n) for n in (target.INDEX, target.VALUES)})
         facts = {"files": sums, "saved": round(time.time(), 3), **self.facts}
         files.write_manifest(self.written, facts)
-        target.check_written(self.written, sums, self.folder)
+        self.sums = sums
+        return {name: files.checksum(self.written / name) for name in spread.SMALL}
+
+    def copy(self, sums: list[dict[str, Any]], small: dict[str, Any]) -> None:
+        """Send the other hosts copies of this host's files, and receive copies of theirs.
+
+        sums: the checksums of each rank's files. small: those of the files that all hosts have.
+        """
+        assert self.hosts is not None
+        if not self.hosts.is_leader:
+            return
+        deliveries = spread.copies_of(self.hosts, self.copies or 0, sums)
+        deliveries += spread.to_all(self.hosts, small)
+        own = {name for rank in self.hosts.ranks[self.hosts.here] for name in sums[rank]}
+        every = {**small, **{name: found for held in sums for name, found in held.items()}}
+        self.copied = {
+            delivery.name for delivery in deliveries if delivery.target == self.world.rank
+        }
+        self.sums = {name: every[name] for name in (*spread.SMALL, *own, *self.copied)}
+        self.hosts.carry(deliveries, self.written, self.written)
+
+    def check_copies(self) -> None:
+        """Check the files that came from other hosts."""
+        for name in sorted(self.copied):
+            if files.checksum(self.written / name) != self.sums[name]:
+                raise SnapshotError(f"{self.written / name}: arrived damaged from another host")
+
+    def publish(self) -> None:
+        """Rename the complete directory."""
+        if not self.publishes:
+            return
         assert self.hidden is not None
+        target.check_written(self.written, self.sums, self.folder)
         self.hidden.check()
         target.publish(self.written, self.folder)
         if self.series is not None:
             series.move_latest(self.series, self.folder.name)
-            if self.keep is not None:
-                series.prune(self.series, self.keep)
+
+    def prune(self) -> None:
+        """Remove older snapshots."""
+        if self.publishes and self.series is not None and self.keep is not None:
+            series.prune(self.series, self.keep)
 
     def finish_apart(self, topic: str) -> Path:
         """Write and publish, in a thread of every rank; return the path of the snapshot."""
-        what = f"zerofx.save to {self.folder} in the background"
+        what, number = f"zerofx.save to {self.label} in the background", itertools.count()
+
+        def of_all(step: Callable[[], T]) -> list[T]:
+            return together_apart(self.world, what, f"{topic}/{next(number)}", step, SnapshotError)
+
         try:
-            parts = together_apart(self.world, what, f"{topic}/0", self.write, SnapshotError)
-            publish = partial(self.publish, parts)
-            together_apart(self.world, what, f"{topic}/1", publish, SnapshotError)
+            self.finish(of_all)
         finally:
             self.tidy()
         return self.folder

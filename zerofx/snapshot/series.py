@@ -26,13 +26,13 @@ _STEP = re.compile(r"step-(\d{6,})")
 _MOST_BYTES = 1 << 28  # of a manifest
 
 
-def check_options(step: object, keep: object) -> None:
-    """Check that these are a step and a number of snapshots to keep, or None.
+def check_options(step: object, keep: object, copies: object) -> None:
+    """Check that these are a step, and numbers of snapshots and of copies to keep, or None.
 
     Raises:
         ArgumentError: names the parameter and its allowed values.
     """
-    for name, value, least in (("step", step, 0), ("keep", keep, 1)):
+    for name, value, least in (("step", step, 0), ("keep", keep, 1), ("copies", copies, 0)):
         if value is not None and (type(value) is not int or value < least):
             raise ArgumentError(
                 f"zerofx.save was given {name}={value!r}. It must be a whole number of at least "
@@ -42,6 +42,11 @@ def check_options(step: object, keep: object) -> None:
         raise ArgumentError(
             f"zerofx.save was given keep={keep} and no step. Snapshots of several steps are kept "
             "side by side: give step= too, or leave keep out to replace the one snapshot"
+        )
+    if copies is not None and step is None:
+        raise ArgumentError(
+            f"zerofx.save was given copies={copies} and no step. On disks of several hosts, the "
+            "last snapshot has to stay until all hosts have the next one: give step= too"
         )
 
 
@@ -75,10 +80,10 @@ def snapshots_in(folder: Path) -> list[Path]:
     found = [each for each in found if is_ours(each)]
     latest = folder / LATEST
     named = os.readlink(latest) if latest.is_symlink() else ""
-    return sorted(found, key=lambda each: (each.name == named, _saved_at(each)), reverse=True)
+    return sorted(found, key=lambda each: (each.name == named, saved_at(each)), reverse=True)
 
 
-def _saved_at(snapshot: Path) -> tuple[float, str]:
+def saved_at(snapshot: Path) -> tuple[float, str]:
     """Return when a snapshot was saved, in seconds since 1970; 0 if it cannot be read."""
     path = snapshot / MANIFEST
     try:

@@ -327,6 +327,20 @@ def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
             )
 
 
+def add(written: Path, folder: Path) -> None:
+    """Move all files of a complete directory into a snapshot; files of the same name are replaced.
+
+    If there is no snapshot yet, the directory becomes it.
+    """
+    if not folder.exists():
+        publish(written, folder)
+        return
+    for name in sorted(os.listdir(written)):
+        if name != MARK:
+            os.replace(written / name, folder / name)
+    sync_file(folder)
+
+
 def publish(written: Path, folder: Path) -> None:
     """Rename a complete directory to `folder`, replacing the previous snapshot."""
     sync_file(written)
