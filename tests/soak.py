@@ -46,6 +46,7 @@ WARM = 200  # steps of a segment, after which memory must stay flat
 GROWTH_MIB, GROWTH_COUNT = 24.0, 2  # how much a segment may grow after that
 FAULTS = "kill", "kill", "stop", "end", "none"
 Samples = list[dict[str, float]]
+PAUSE_S = 0.05  # after each step, so that hours are not millions of steps to run undisturbed too
 PLAN = {"stage": 3, "kernels": "inductor", "bucket_bytes": 0}
 
 
@@ -139,6 +140,7 @@ def run_segment(folder_name: str, segment: Segment) -> tuple[str, int, Samples, 
                 if is_victim and step == first + segment.at:
                     strike(segment.fault, segment.delay_s)
                 losses.write(json.dumps([step, step_of(run, step, rank)]) + "\n")
+                time.sleep(PAUSE_S)
                 is_over = preemption.is_requested() or step == first + segment.steps
                 if step % SAMPLED == 0:
                     samples.append({"step": step - first} | sample(folder))

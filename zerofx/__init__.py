@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zerofx.plan.plan import Plan as Plan
     from zerofx.plan.plan import Precision as Precision
     from zerofx.runtime.preemption import Preemption as Preemption
+    from zerofx.snapshot import Rescue as Rescue
     from zerofx.snapshot import export as export
     from zerofx.snapshot import full_optimizer_state_dict as full_optimizer_state_dict
     from zerofx.snapshot import load as load
@@ -63,6 +64,7 @@ _HOME = {
     "progress": "zerofx.tools.progress",
     "record": "zerofx.tools.record.record",
     "search": "zerofx.tools.search",
+    "Rescue": "zerofx.snapshot",
     "save": "zerofx.snapshot",
     "load": "zerofx.snapshot",
     "resume": "zerofx.snapshot",

@@ -123,8 +123,9 @@ def cli_page() -> str:
 SECTIONS = {
     "Compile and train": ["compile", "CompiledModule", "whole", "Preemption"],
     "Save and load": [
-        "save", "load", "resume", "export", "load_weights", "full_state_dict", "iter_state_dict",
-        "full_optimizer_state_dict", "load_full_optimizer_state_dict",
+        "save", "load", "resume", "Rescue", "export", "load_weights", "full_state_dict",
+        "iter_state_dict", "full_optimizer_state_dict",
+        "load_full_optimizer_state_dict",
     ],
     "The compiler as a library": ["rewrite", "load_program"],
     "Predict, search and measure": ["predict", "search", "record", "meter", "progress"],
@@ -132,7 +133,10 @@ SECTIONS = {
 }  # fmt: skip
 ELSEWHERE = {"Plan", "Precision", "Offload", "Machine", "capture", "nvme", "optim"}
 # Of a compiled model what zerofx adds; all else is the model's own.
-MEMBERS = {"CompiledModule": ["adopt", "no_sync", "refresh", "state_dict", "sharded_state_dict"]}
+MEMBERS = {
+    "CompiledModule": ["adopt", "no_sync", "refresh", "state_dict", "sharded_state_dict"],
+    "Rescue": ["note"],
+}
 
 
 def entry(place: str, heading: str) -> str:

@@ -22,7 +22,7 @@ from snapshot_cases import tree
 import zerofx
 from zerofx.errors import SnapshotError
 from zerofx.nvme.folder import whoami
-from zerofx.snapshot import lock, target
+from zerofx.snapshot import target
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def test_a_process_that_saves_is_not_disturbed(tmp_path: Path, run: Any) -> None
     """The second of two jobs is refused while the first runs, and takes over once it is dead."""
     folder = tmp_path / "save"
     save(folder, run)
-    first = lock.Lock(tmp_path / ".save.lock", folder)
-    also = lock.Lock(tmp_path / ".w.safetensors.lock", folder)
+    first = target.Lock(tmp_path / ".save.lock", folder)
+    also = target.Lock(tmp_path / ".w.safetensors.lock", folder)
     refused(folder, run, f"process {os.getpid()} of host", "Give each job a directory of its own")
     with pytest.raises(SnapshotError, match="is being written by process"):
         zerofx.export(tmp_path / "w.safetensors", run[0])
@@ -104,9 +104,9 @@ def test_a_file_system_without_flock(
     def none(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", none)
+    monkeypatch.setattr(target.fcntl, "flock", none)
     folder = tmp_path / "save"
-    started = lock._started(os.getppid())
+    started = target._started(os.getppid())
     write_lock(folder, pid=os.getppid(), started=started)
     refused(folder, run, f"process {os.getppid()}", "is being written")
     write_lock(folder, pid=os.getppid(), started="1")  # an earlier process of that number

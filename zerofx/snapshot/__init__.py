@@ -4,6 +4,7 @@ saving.py, loading.py   the two calls, step by step
 series.py               snapshots of several steps in one directory
 spread.py               snapshots on the disks of several hosts, and how files get there
 job.py                  a rank's part in both; generators and values in their saved form
+rescue.py               what is saved by the ranks that survive the loss of one
 files.py                the files on disk: how they are published, opened, and verified
 held.py                 files that stay open while they are read; a read restarts if they were
                         replaced
@@ -22,10 +23,12 @@ from zerofx.snapshot.full_optimizer import (
     load_full_optimizer_state_dict,
 )
 from zerofx.snapshot.loading import load, resume
+from zerofx.snapshot.rescue import Rescue
 from zerofx.snapshot.saving import save
 from zerofx.snapshot.weights import load_weights
 
 __all__ = [
+    "Rescue",
     "export",
     "full_optimizer_state_dict",
     "load",

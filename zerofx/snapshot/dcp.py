@@ -9,19 +9,23 @@ between them. The files are an ordinary distributed checkpoint, which
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import itertools
 import math
 import os
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.filesystem import (
+    DEFAULT_SUFFIX,
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
@@ -124,9 +128,11 @@ class SaveSteps:
 
     def write(self) -> list[WriteResult]:
         """Write and sync this rank's file; tensors that were not held are fetched one by one."""
+        return self._write(file_of(self._plan)) if self._plan.items else []
+
+    def _write(self, name: str) -> list[WriteResult]:
         if not self._plan.items:
             return []
-        name = file_of(self._plan)
         try:
             with open(self._folder / name, "wb") as file:
                 found = [self._put(item, file, name) for item in self._plan.items]
@@ -151,6 +157,19 @@ class SaveSteps:
         """Write the index."""
         self._writer.finish(self._metadata, results)
 
+    def write_alone(self) -> list[str]:
+        """Write all that this rank holds, and an index of that alone; return the files' names.
+
+        Such an index has holes; `merged` fills them from those of other ranks.
+        """
+        combined, index = create_default_global_save_plan([self.local()])
+        self._metadata = dataclasses.replace(index, planner_data=combined[0].planner_data)
+        self._plan = self._planner.finish_plan(combined[0])
+        name = rank_file(self._rank)
+        results = self._write(name)
+        self.finish([results])
+        return [name] if results else []
+
 
 def _on_host(tensor: Tensor, is_copy: bool = False) -> Tensor:
     """Return a tensor on the host with a storage of its own, because torch.save writes storages."""
@@ -169,6 +188,11 @@ def _num_bytes(item: WriteItem) -> int:
 def written_files(results: list[WriteResult]) -> set[str]:
     """Return the names of the files that contain these results."""
     return {result.storage_data.relative_path for result in results}
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of a rank's file."""
+    return f"__{rank}_0{DEFAULT_SUFFIX}"
 
 
 class IndexUnpickler(pickle.Unpickler):
@@ -220,6 +244,39 @@ class _Reader(FileSystemReader):
             raise SnapshotError(f"{path}: not the index of a snapshot: {error}") from error
         assert isinstance(found, Metadata)
         return found
+
+
+def merged(indexes: Sequence[bytes], wanted: Collection[str] = ()) -> bytes:
+    """Return the index of everything that indexes of single ranks list; the first one counts.
+
+    wanted: the tensors that must be there.
+
+    Raises:
+        SnapshotError: it has holes, or is damaged.
+    """
+    found, places = Metadata({}, planner_data={}), {}
+    try:
+        for data in indexes:
+            part = IndexUnpickler(io.BytesIO(data)).load()
+            found.planner_data.update(part.planner_data or {})
+            for key, entry in part.state_dict_metadata.items():
+                whole: Any = found.state_dict_metadata.setdefault(
+                    key, TensorStorageMetadata(entry.properties, entry.size, [])
+                )
+                if (whole.properties, whole.size) != (entry.properties, entry.size):
+                    raise FormError(f"{key} has several forms")
+                for chunk in entry.chunks:
+                    at = MetadataIndex(key, chunk.offsets)
+                    if at not in places:
+                        places[at] = part.storage_data[at]
+                        whole.chunks.append(chunk)
+        found.storage_data = places
+        check_index(found)
+        if missing := sorted(set(wanted) - found.state_dict_metadata.keys()):
+            raise FormError(f"{missing[0]} is missing")
+    except DAMAGE as error:
+        raise SnapshotError(str(error)) from error
+    return pickle.dumps(found)
 
 
 # -- the index: checks of its content -------------------------------------------------------------

@@ -77,6 +77,37 @@ class Job:
             "buffers": state.describe(state.buffers_of(self.model)),
         }
 
+    def facts(self, step: int | None) -> dict[str, Any]:
+        """Return what the manifest says of the model and the job."""
+        plan = self.model._zerofx.setting.plan.to_dict()
+        facts = {"world_size": self.world.size, "torch": torch.__version__, "step": step}
+        return {**facts, **self.describe(), "plan": plan}
+
+    def loss_scale(self) -> dict[str, Any]:
+        """Return the state of the model's loss scale, if it has one."""
+        scaler = self.model.loss_scale
+        return dict(scaler.state_dict()) if scaler is not None else {}
+
+    def packed(self, extra: object, values: dict[str, Any], others: Mapping[str, Any]) -> bytes:
+        """Return all values but tensors. values: of each optimizer, by its name.
+
+        Raises:
+            SnapshotError: `extra` is not a mapping, or a value could only be loaded by running
+                code; names its key.
+        """
+        if not isinstance(extra, Mapping):
+            raise SnapshotError(f"extra is a {type(extra).__name__}. Give a dict")
+        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
+        return pack(
+            {
+                "extra": dict(extra),
+                "optimizer": values.get("optimizer", {}),
+                "optimizers": {} if "optimizer" in values else values,
+                "modules": modules,
+                **others,
+            }
+        )
+
     @property
     def label(self) -> str:
         """The name of the snapshot in messages of all ranks, whose paths may differ."""
@@ -187,6 +218,12 @@ def unpack(file: BinaryIO, path: Path) -> dict[str, Any]:
     except schema.DAMAGE as error:
         raise SnapshotError(f"{path}: {_first_line(error)}") from error
     return found  # type: ignore[no-any-return]
+
+
+def optimizers_of(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was packed of each optimizer, by its name."""
+    one = values["optimizer"]
+    return {"optimizer": one} if one else values.get("optimizers", {})
 
 
 _MAP = schema.mapping(schema.anything, schema.anything)

@@ -21,10 +21,17 @@ from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.schema import DAMAGE
-from zerofx.snapshot import files, spread, state, target, whole_states
+from zerofx.snapshot import files, rescue, spread, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.held import read_settled
-from zerofx.snapshot.job import Job, Optimizers, random_states, set_random_states, unpack
+from zerofx.snapshot.job import (
+    Job,
+    Optimizers,
+    optimizers_of,
+    random_states,
+    set_random_states,
+    unpack,
+)
 from zerofx.snapshot.sources.recognise import recognise
 from zerofx.snapshot.weights import Fill, Names, check_names
 
@@ -95,6 +102,7 @@ def resume(
 def _found(job: _Load) -> list[spread.Candidate]:
     """Return the snapshots of a series, newest first, or a spread one; a collective call."""
     job.hosts = spread.Hosts.of(job.world, f"looking for {job.label}", job.folder)
+    rescue.restore(job.world, job.hosts, job.folder)
     return spread.candidates(job.world, job.hosts, job.folder)
 
 
@@ -314,8 +322,7 @@ class _Load(Job):
         Raises:
             SnapshotError: other optimizers were saved than are given; names both numbers.
         """
-        one = self.values["optimizer"]
-        saved: dict[str, Any] = {"optimizer": one} if one else self.values.get("optimizers", {})
+        saved = optimizers_of(self.values)
         if not saved:
             raise SnapshotError(
                 f"{self.folder} was saved without an optimizer. Load it without one: "

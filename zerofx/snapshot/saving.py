@@ -19,10 +19,9 @@ from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
-from zerofx.snapshot import files, series, spread, state, target, whole_states
+from zerofx.snapshot import files, rescue, series, spread, state, target, whole_states
 from zerofx.snapshot.dcp import SaveSteps, written_files
-from zerofx.snapshot.job import Job, Optimizers, pack, random_states, write_in_background
-from zerofx.snapshot.lock import Lock
+from zerofx.snapshot.job import Job, Optimizers, random_states, write_in_background
 
 T = TypeVar("T")
 
@@ -130,7 +129,7 @@ class _Save(Job):
         self.sums: dict[str, Any] = {}  # on ranks that publish: the checksums of their files
         self.copied: set[str] = set()  # the files that came from other hosts
         self.hidden: target.SavePlace | None = None  # on ranks that publish
-        self.lock: Lock | None = None  # on ranks that publish, for a series
+        self.lock: target.Lock | None = None  # on ranks that publish, for a series
 
     def find_hosts(self, what: str) -> None:
         """With copies, find out which ranks share a disk; a collective call."""
@@ -174,14 +173,19 @@ class _Save(Job):
             else:
                 values[name] = state.optimizer_values(each, names)
         if self.world.rank == 0:
-            self._pack(values)
+            self.values = self.packed(self.extra, values, {"loss_scale": self.loss_scale()})
+            self.about = self.facts(self.step)
+            if self.hosts is not None:
+                self.about["hosts"] = len(self.hosts.ranks)
         if not self.publishes:
             return None
         try:
             if self.series is not None:
                 series.check_place(self.series)
                 self.series.mkdir(parents=True, exist_ok=True)
-                self.lock = Lock(target.beside(self.series / series.LOCK, "lock"), self.series)
+                self.lock = target.Lock(
+                    target.beside(self.series / series.LOCK, "lock"), self.series
+                )
             self.hidden = target.begin(self.folder)
         except SnapshotError as error:
             if self.hosts is None or self.world.rank == 0:
@@ -191,27 +195,6 @@ class _Save(Job):
                 "leave copies out"
             ) from error
         return self.hidden.path
-
-    def _pack(self, values: dict[str, Any]) -> None:
-        """On rank 0, collect the facts of the manifest, and pack all values but tensors."""
-        if not isinstance(self.extra, Mapping):
-            raise SnapshotError(f"extra is a {type(self.extra).__name__}. Give a dict")
-        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
-        scaler = self.model.loss_scale
-        self.values = pack(
-            {
-                "extra": dict(self.extra),
-                "optimizer": values.get("optimizer", {}),
-                "optimizers": {} if "optimizer" in values else values,
-                "modules": modules,
-                "loss_scale": scaler.state_dict() if scaler is not None else {},
-            }
-        )
-        facts = {"world_size": self.world.size, "torch": torch.__version__, "step": self.step}
-        plan = self.model._zerofx.setting.plan.to_dict()
-        self.facts = {**facts, **self.describe(), "plan": plan}
-        if self.hosts is not None:
-            self.facts["hosts"] = len(self.hosts.ranks)
 
     def plan(self, places: Sequence[Path | None]) -> Any:
         """Return the plan of everything that this rank could write.
@@ -290,7 +273,7 @@ class _Save(Job):
         target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
         sums.update({n: files.checksum(self.written / n) for n in (target.INDEX, target.VALUES)})
-        facts = {"files": sums, "saved": round(time.time(), 3), **self.facts}
+        facts = {"files": sums, "saved": round(time.time(), 3), **self.about}
         files.write_manifest(self.written, facts)
         self.sums = sums
         return {name: files.checksum(self.written / name) for name in spread.SMALL}
@@ -329,6 +312,7 @@ class _Save(Job):
         target.publish(self.written, self.folder)
         if self.series is not None:
             series.move_latest(self.series, self.folder.name)
+            rescue.forget(self.series)
 
     def prune(self) -> None:
         """Remove older snapshots."""

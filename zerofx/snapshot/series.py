@@ -2,7 +2,7 @@
 
     run/step-000100/     a snapshot like any other
     run/latest           a link to the snapshot that was saved last
-    run/.series.lock     the lock of the writer (snapshot/lock.py)
+    run/.series.lock     the lock of the writer (snapshot/target.py)
 
 The newest snapshot is the one that was saved last, whatever its step: a run that went back to step
 50 continues from there.

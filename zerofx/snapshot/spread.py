@@ -221,16 +221,16 @@ def candidates(world: World, hosts: Hosts, folder: Path) -> list[Candidate]:
     spread = {sight.identity: sight for seen in sights for sight in seen}
     if not spread:
         return [Candidate(name) for name, _ in plain]
-    found = {sight.name: (sight.saved, sight.identity) for sight in spread.values()}
-    dated = [(saved, _of_all(identity, name, sights)) for name, (saved, identity) in found.items()]
-    dated += [(saved, Candidate(name)) for name, saved in plain if name not in found]
+    dated = [(sight.saved, _of_all(sight, sights)) for sight in spread.values()]
+    names = {sight.name for sight in spread.values()}
+    dated += [(saved, Candidate(name)) for name, saved in plain if name not in names]
     return [each for _, each in sorted(dated, key=lambda pair: pair[0], reverse=True)]
 
 
-def _of_all(identity: str, name: str, sights: Sequence[Sequence[Sight]]) -> Candidate:
+def _of_all(sight: Sight, sights: Sequence[Sequence[Sight]]) -> Candidate:
     """Return a spread snapshot with what each host has of it."""
-    by_host = ({sight.identity: sight for sight in seen} for seen in sights)
-    return Candidate(name, tuple(seen.get(identity) for seen in by_host))
+    by_host = ({each.identity: each for each in seen} for seen in sights)
+    return Candidate(sight.name, tuple(seen.get(sight.identity) for seen in by_host))
 
 
 class Gathering:
@@ -245,6 +245,7 @@ class Gathering:
         seen = [sight for sight in candidate.sights if sight is not None]
         self._sizes = seen[0].sizes
         self._held = [set(sight.held) if sight else set() for sight in candidate.sights]
+        self._replaces = candidate.sights[hosts.here] is None  # something else may have its name
         self._what = f"gathering the files of {folder.name}"
 
     def get(self, needed: Sequence[set[str]]) -> None:
@@ -288,8 +289,11 @@ class Gathering:
                 received = place[0].path if place else self._folder
                 with self._world.busy(self._what):
                     self._hosts.carry(deliveries, self._folder, received)
-                if place:
+                if place and self._replaces:
+                    target.publish(received, self._folder)
+                elif place:
                     target.add(received, self._folder)
+                self._replaces = False
 
         try:
             together(self._world, self._what, prepare, SnapshotError)
