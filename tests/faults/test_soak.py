@@ -12,21 +12,21 @@ from pool import Died, Pool
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import soak  # noqa: E402  (found by the line above)
+import soak
 
 
 def test_two_segments_go_on_from_each_other(pool: Pool, tmp_path: Path) -> None:
     steps = 0
-    for fault, at in (("kill", 30), ("end", 5)):
-        segment = soak.Segment(60, fault, 1, at, 0.0)
+    for fault, at in (("kill", 55), ("end", 5)):
+        segment = soak.Segment(90, fault, 1, at, 0.0)
         answers = pool.run(2, soak.run_segment, str(tmp_path), segment, may_die=True)
         assert soak.check(answers, fault, 1) == []
         steps = max(a[1] for a in answers if not isinstance(a, Died))
-    assert steps >= 5
+    assert steps == 55
     losses, differing = soak.losses_of(tmp_path, 0)
     assert differing == []
     wanted = pool.run(2, soak.undisturbed, max(losses))[0]
-    assert losses == {step: wanted[step - 1] for step in losses} and 30 in losses
+    assert losses == {step: wanted[step - 1] for step in losses} and 54 in losses
 
 
 def samples(**growing: float) -> list[dict[str, float]]:
