@@ -175,6 +175,26 @@ def test_data_loaders_are_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert [batch.shape for batch in engine.deepspeed_io(Rows())] == [(2, 4), (2, 4)]
 
 
+def test_what_is_monitored_reaches_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="needs the package wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    csv = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    monitors = {"csv_monitor": csv, "wandb": {"enabled": True, "project": "tried"}}
+    config = {**CONFIG, **monitors, "gradient_accumulation_steps": 1}
+    engine = deepspeed.initialize(model=Net(), config=config, plan=ATEN)[0]
+    for _ in range(3):
+        engine.backward(engine(DATA[:2]))
+        engine.step()
+    wandb.finish()
+    written = next(tmp_path.glob("wandb/offline-run-*/*.wandb")).read_bytes()
+    rows = (tmp_path / "job" / "Train_Samples_train_loss.csv").read_text().split()[1:]
+    assert len(rows) == 3
+    for row in rows:
+        assert row.partition(",")[2].encode() in written
+    assert b"Train/Samples/train_loss" in written and b"Train/Samples/lr" in written
+
+
 def test_what_a_script_may_bring_itself(tmp_path: Path) -> None:
     config = tmp_path / "ds_config.json"
     config.write_text(json.dumps({"train_batch_size": 4, "gradient_clipping": 0}))
