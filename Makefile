@@ -3,6 +3,7 @@
 # make test-slow one slice of the slow tests, SLICE=3 or the one whose turn it is at this commit
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make faults    damaged and crafted input of every kind, COUNT=50000; ranks and jobs that are killed
+# make integrations   tests beside DeepSpeed, Lightning, TRL, Ray and others, in an environment of its own
 # make soak      a job of two ranks under random faults for MINUTES=120; again: goes on
 # make bench     step time against FSDP2 and DDP
 # make docs      build the documentation as a site: build/docs/index.html
@@ -37,7 +38,9 @@ export TOKENIZERS_PARALLELISM ?= false
 # Tests start hundreds of processes: without stored bytecode each compiles the whole package again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: venv demo test test-slow test-all faults soak slices-table slow-times lint format bench zoo docs clean
+OTHERS := build/integrations/bin/python
+
+.PHONY: venv demo test test-slow test-all faults integrations soak slices-table slow-times lint format bench zoo docs clean
 
 venv: $(STAMP)
 
@@ -78,6 +81,17 @@ faults: $(STAMP)
 	$(PY) tests/fuzz.py $(COUNT)
 	$(PY) tests/kills.py
 	$(PY) -m pytest -q tests/faults -k "pairs_that_are_killed or fuzz or damage or lock"
+
+# Where a package is missing, these tests are skipped elsewhere, and fail here.
+integrations: $(STAMP)
+	test -d build/integrations || $(PYTHON) -m venv build/integrations
+	$(OTHERS) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e '.[test,solver,integrations]'
+	DS_BUILD_OPS=0 $(OTHERS) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		--no-build-isolation 'deepspeed>=0.19,<0.20'
+	ZEROFX_NEEDS_ALL=1 $(OTHERS) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		tests/train/test_lightning.py tests/train/test_deepspeed_engine.py \
+		tests/train/test_other_libraries.py tests/tools/test_manifests.py tests/tools/test_examples.py
 
 soak: $(STAMP)
 	$(PY) tests/soak.py build/soak --minutes $(MINUTES)

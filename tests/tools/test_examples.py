@@ -15,7 +15,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PATH = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-NEEDS = {"images": "sklearn", "mid_epoch": "torchdata", "ray_train": "ray"}  # packages of their users only
+NEEDS = {
+    "images": "sklearn",
+    "mid_epoch": "torchdata",
+    "ray_train": "ray",
+}  # packages of their users only
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.stem)

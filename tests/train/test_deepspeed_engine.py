@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -223,8 +224,13 @@ def test_what_a_script_may_bring_itself(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ArgumentError, match="mpu was given"):
+    with pytest.raises(ArgumentError, match=r"has no get_data_parallel_group\(\)"):
         deepspeed.initialize(model=Net(), config=CONFIG, mpu=object())
+    sliced = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
+    with pytest.raises(ArgumentError, match=r"get_model_parallel_world_size\(\) is 2: the model"):
+        deepspeed.initialize(model=Net(), config=CONFIG, mpu=sliced)
+    with pytest.raises(ArgumentError, match="mesh_param was given"):
+        deepspeed.initialize(model=Net(), config=CONFIG, mesh_param=(1, 1))
     with pytest.raises(ArgumentError, match="there is no config"):
         deepspeed.initialize(model=Net())
     with pytest.raises(ArgumentError, match="config and config_params are given"):
@@ -247,6 +253,32 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     gathered = deepspeed.zero.GatheredParameters([], modifier_rank=1)
     with pytest.raises(ArgumentError, match="modifier_rank=1"), gathered:
         pass
+
+
+def with_mpu(gives_mpu: bool) -> list[float]:
+    """Train with a data-parallel group of both ranks, as Megatron's parallel state has."""
+    torch.manual_seed(0)
+    deepspeed.init_distributed()
+    group = torch.distributed.new_group([0, 1])
+    mpu = SimpleNamespace(
+        get_model_parallel_world_size=lambda: 1, get_data_parallel_group=lambda: group
+    )
+    config = {**CONFIG, "train_batch_size": 8, "gradient_accumulation_steps": 2}
+    engine = deepspeed.initialize(
+        model=Net(), config=config, mpu=mpu if gives_mpu else None, plan=ATEN
+    )[0]
+    found = []
+    for step in range(4):
+        loss = engine(DATA[2 * torch.distributed.get_rank() + step :][:2])
+        engine.backward(loss)
+        engine.step()
+        found.append(float(loss.detach()))
+    assert engine.module._zerofx.world.shard_size == 2 and engine.global_steps == 2
+    return found
+
+
+def test_an_mpu_becomes_a_mesh(pool: Pool) -> None:
+    assert pool.run(2, with_mpu, True) == pool.run(2, with_mpu, False)
 
 
 def rates(kind: Any, steps: int, lr: float = 0.1, **params: Any) -> list[float]:

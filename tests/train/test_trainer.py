@@ -135,6 +135,14 @@ def test_accelerate_loops_train_as_with_distributed_data_parallel(tmp_path: Path
     ])  # fmt: skip
     for each in alone.values():
         check_equal(each, plain, first=10)
+    found = launched("accelerate_job.py", 2, tmp_path, [
+        {"name": "exact", "kind": "plain", "double": True},
+        {"name": "half", "kind": "plain", "precision": "bf16"},
+        {"name": "ours", "kind": "ours", "precision": "bf16"},
+    ])  # fmt: skip
+    for kind in ("loss", "eval_loss", "grad_norm"):
+        mine, theirs = (error_of(found[n], found["exact"], kind) for n in ("ours", "half"))
+        assert theirs > 0 and math.sqrt(mine / theirs) < 1.5, kind
 
 
 @pytest.mark.slow

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import zerofx
@@ -528,24 +529,26 @@ def initialize(
     config, config_params: a path, its contents, or the result of `read_ds_config`.
     plan: a Plan that replaces the config's, or fields to set in it: `{"kernels": "aten"}`.
     hardware: as for `zerofx.compile`.
+    mpu: Megatron's parallel state; the model is sharded over its data-parallel group.
     distributed_port, dist_init_required: ignored; zerofx.compile creates a process group if needed.
 
     Raises:
-        ArgumentError: there is no model or config, or two configs; `mpu` or `mesh_param` is given.
+        ArgumentError: there is no model or config, or two configs; the model is sliced over the
+            ranks of `mpu`; `mesh_param` is given.
         PlanError: names every key of the config that is refused.
     """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model is of type {type(model).__name__}. Give initialize(model=...).")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise ArgumentError(
-                f"{name} was given, but zerofx has no tensor, pipeline or sequence axis here yet. "
-                "Leave it out, and give a model that is not sliced."
-            )
+    if mesh_param is not None:
+        raise ArgumentError(
+            "mesh_param was given, but a ds_config has no sequence axis here. Leave it out, and "
+            'divide sequences with zerofx.compile(model, Plan(parallel={"context": 2}))'
+        )
+    mesh = None if mpu is None else _mesh_of(mpu)
     found = _config(args, config, config_params)
     found.warn()
     world_size = dist.get_world_size() if dist.is_initialized() else _from_environment()
-    sizes = found.batch.on(world_size)
+    sizes = found.batch.on(world_size if mesh is None else mesh.size())
     if isinstance(plan, Mapping):
         plan = Plan.from_dict({**found.plan.to_dict(), **plan})
     params = model_parameters
@@ -556,7 +559,9 @@ def initialize(
         made = make_optimizer(found.optimizer, params)
     elif callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         made = optimizer(params)
-    compiled = zerofx.compile(model, plan or found.plan, optimizer=made, hardware=hardware)
+    compiled = zerofx.compile(
+        model, plan or found.plan, optimizer=made, hardware=hardware, mesh=mesh
+    )
     if lr_scheduler is None and found.scheduler is not None and made is not None:
         lr_scheduler = make_scheduler(found.scheduler, made)
     elif callable(lr_scheduler) and not hasattr(lr_scheduler, "step"):
@@ -565,6 +570,40 @@ def initialize(
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, made, engine.training_dataloader, lr_scheduler
+
+
+def _mesh_of(mpu: Any) -> DeviceMesh | None:
+    """Return the mesh of the data-parallel group of an mpu object; None for a single process.
+
+    Raises:
+        ArgumentError: it has no such group, or slices the model over several ranks.
+    """
+    for name in _SLICES:
+        size = getattr(mpu, name, lambda: 1)()
+        if size != 1:
+            raise ArgumentError(
+                f"mpu.{name}() is {size}: the model is sliced over {size} ranks, and zerofx does "
+                "not know how. Give a model that is not sliced, and let zerofx cut its layers: "
+                f'zerofx.compile(model, Plan(parallel={{"tensor": {size}}}))'
+            )
+    if not hasattr(mpu, "get_data_parallel_group"):
+        raise ArgumentError(
+            f"mpu is of type {type(mpu).__name__} and has no get_data_parallel_group(). Give "
+            "Megatron's parallel state, or leave mpu out"
+        )
+    if not dist.is_initialized():
+        return None
+    kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
+    return DeviceMesh.from_group(mpu.get_data_parallel_group(), kind)
+
+
+# How over many ranks an mpu object slices the model: DeepSpeed's names, and Megatron-LM's.
+_SLICES = (
+    "get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
+    "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size",
+    "get_slice_parallel_world_size", "get_context_parallel_world_size",
+    "get_sequence_parallel_world_size",
+)  # fmt: skip
 
 
 def _config(args: Any, config: Any, config_params: Any) -> DsConfig:

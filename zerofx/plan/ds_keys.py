@@ -116,6 +116,16 @@ _scheduled = KeyRule("ignored", "zerofx schedules all communication ahead of tim
 _pools = KeyRule("ignored", "zerofx sizes its own buffers; see Plan.host_budget")
 _timed = KeyRule("ignored", "zerofx.record(model) measures steps, call by call")
 FEATURE = KeyRule("refused", "zerofx has nothing for it. Turn it off or remove it")
+
+
+def _axis(name: str) -> KeyRule:
+    return KeyRule(
+        "refused",
+        f'zerofx.compile(model, Plan(parallel={{"{name}": 2}})) divides models, in a loop without '
+        "DeepSpeed's engine. Turn it off or remove it",
+    )
+
+
 _quantized_nontrainable = KeyRule(
     "refused",
     "zerofx codes the gathers of trained and frozen weights alike: use zero_quantized_weights",
@@ -373,19 +383,27 @@ KEYS: dict[str, KeyRule] = {
     "vocabulary_size": KeyRule("ignored", "DeepSpeed only warns about it"),
     "nebula": KeyRule("ignored", "zerofx.save(background=True) saves while training goes on"),
     "datastates": KeyRule("ignored", "zerofx.save(background=True) saves while training goes on"),
-    "use_data_before_expert_parallelism": KeyRule("ignored", "there is no expert axis"),
+    "use_data_before_expert_parallelism": KeyRule(
+        "ignored", 'experts are cut over the tensor axis: Plan(parallel={"tensor": 2})'
+    ),
     "data_parallel_size": KeyRule("ignored", "all ranks are data-parallel"),
     "sequence_parallel_size": KeyRule(
-        "refused", "there is no sequence axis. Set it to 1", _count(1), harmless=(1,)
+        "refused",
+        'Plan(parallel={"context": 2}) of zerofx.compile divides sequences. Set it to 1',
+        _count(1),
+        harmless=(1,),
     ),
     **dict.fromkeys(
         (
             "data_efficiency", "curriculum_learning", "random_ltd", "progressive_layer_drop",
             "eigenvalue", "compression_training", "quantize_training", "weight_quantization",
-            "hybrid_engine", "pipeline", "tensor_parallel", "expert_parallel", "data_sampling",
+            "hybrid_engine", "data_sampling",
         ),
         FEATURE,
     ),
+    "pipeline": _axis("pipeline"),
+    "tensor_parallel": _axis("tensor"),
+    "expert_parallel": _axis("tensor"),
 }  # fmt: skip
 
 # Other names of the same keys: from before 0.4, or without the prefix that pydantic makes optional.
@@ -438,7 +456,7 @@ OTHER_OPTIMIZERS = {
         ("onebitadam", "onebitlamb", "zerooneadam"), "gradients are not sent in one bit; use Adam"
     ),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "give optimizer= one of the mup package"),
-    "muon": "give optimizer= torch.optim.Muon or a list of optimizers to zerofx.compile",
+    "muon": "give initialize(optimizer=zerofx.optim.whole_matrices(torch.optim.Muon(matrices)))",
 }
 _EACH_RATE = _per_group(_rate)
 _WARMUP: dict[str, Reader] = {

@@ -37,6 +37,7 @@ class Run:
     kind: str
     plan: dict[str, Any] = field(default_factory=dict)
     precision: str = "no"
+    double: bool = False
     resume: str | None = None
 
 
@@ -45,6 +46,8 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
         cpu=True, gradient_accumulation_steps=4, mixed_precision=run.precision
     )
     model, plan = gpt(), {"kernels": "aten", **run.plan}
+    if run.double:
+        model = model.double()
     if run.kind == "given":
         model = zerofx.compile(model, plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -77,6 +80,8 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
             step += 1
             mean = accelerator.gather(loss.detach()).mean()
             logged.append({"step": step, "loss": float(mean), "grad_norm": float(norm)})
+            if step % 5 == 0:
+                logged[-1]["eval_loss"] = evaluated(accelerator, model)
         if step == 10 and run.resume is None and run.kind != "given" and (number + 1) % 4 == 0:
             accelerator.save_state(str(out / run.name / "state"))
     if run.kind == "given":
@@ -89,6 +94,19 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
     AcceleratorState._reset_state()  # the next run may have another precision
     weights = float(sum(v.double().abs().sum() for v in state.values()))
     return {"logged": logged, "weights": weights}
+
+
+@torch.no_grad()
+def evaluated(accelerator: Accelerator, model: Any) -> float:
+    """Return the mean loss over 32 rows, which the ranks share."""
+    loader = accelerator.prepare(DataLoader(Tokens(32), batch_size=4))
+    model.eval()
+    losses = []
+    for batch in loader:
+        ids = batch["input_ids"]
+        losses.append(accelerator.gather_for_metrics(model(input_ids=ids, labels=ids).loss[None]))
+    model.train()
+    return float(torch.cat(losses).double().mean())
 
 
 def main(out: Path, runs: list[Run]) -> None:
