@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+
 
 def llama(**more: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    fields = {"num_key_value_heads": 4, "num_hidden_layers": 2} | more
+    fields = {"num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4}
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_attention_heads=4, vocab_size=64,
-            use_cache=False, **fields,
+            hidden_size=32, intermediate_size=64, use_cache=False, **{**fields, **heads, **more}
         )
-    )  # fmt: skip
+    )
 
 
 def mixtral(experts: str = "grouped_mm", **more: Any) -> nn.Module:
@@ -120,6 +122,17 @@ class Blocks(nn.Module):
         return Result(loss)
 
 
+class Own(nn.Module):
+    """zerofx's own GPT, which returns its loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = GPT(GPTConfig(layers=2, width=32, heads=4, seq=8, vocab=64))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return Result(self.gpt(input_ids, labels))
+
+
 class Result(NamedTuple):
     """What a model returns, as those of transformers have it."""
 
@@ -131,6 +144,9 @@ MODELS = {
     "llama": llama,
     "deep": lambda: llama(num_hidden_layers=4),
     "grouped": lambda: llama(num_key_value_heads=2),
+    "odd": lambda: llama(vocab_size=67),
+    "many heads": lambda: llama(num_attention_heads=8),
+    "own": Own,
     "mixtral": mixtral,
     "batched": lambda: mixtral("batched_mm"),
     "qwen3-moe": qwen3_moe,

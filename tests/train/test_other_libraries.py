@@ -1,4 +1,4 @@
-"""Libraries that few tests need: TRL's SFTTrainer, and TensorBoard. `make integrations` has them."""
+"""Libraries that few tests need: TRL and TensorBoard, which `make integrations` installs."""
 
 from __future__ import annotations
 

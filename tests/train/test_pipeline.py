@@ -99,6 +99,8 @@ def slow(*values: Any) -> Any:
         slow("gpt2", 8, {"stage": 1, "parallel": {**INTERLEAVED, "tensor": 2}}),
         slow("mixtral", 2, {"stage": 1, "parallel": {"pipeline": 2, "micro_batches": 4}}),
         slow("llama", 4, {"stage": 2, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
+        slow("llama", 8, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
+        slow("bert", 4, {"stage": 3, "parallel": {"pipeline": 2, "micro_batches": 4}}),
     ],
 )
 def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:

@@ -93,6 +93,10 @@ def slow(*values: Any) -> Any:
         slow("qwen3-moe", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("vit", 4, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("llama", 2, {"stage": 3, "parallel": {"tensor": 2}, "activations": "recompute"}),
+        slow("llama", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow("own", 4, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        slow("odd", 2, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        slow("many heads", 8, {"stage": 1, "parallel": {"tensor": 8}}),
     ],
 )
 def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:

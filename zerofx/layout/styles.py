@@ -33,12 +33,12 @@ _OF_TRANSFORMERS = {
 _COLWISE = """
 q_proj k_proj v_proj q k v query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin
 gate_proj up_proj fc1 fc_1 c_fc wi wi_0 wi_1 w1 w3 linear1 fc_in dense_h_to_4h lin1
-intermediate.dense query_key_value
+intermediate.dense query_key_value mlp.up mlp.gate
 """.split()
 _FUSED = "c_attn qkv to_qkv Wqkv qkv_proj in_proj".split()
 _ROWWISE = """
 o_proj out_proj c_proj o wo to_out dense_4h_to_h down_proj fc2 fc_2 w2 linear2 fc_out lin2 out_lin
-output.dense proj
+output.dense proj mlp.down
 """.split()
 
 
