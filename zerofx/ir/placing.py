@@ -676,6 +676,62 @@ def _by_heads(call: WholeCall, query: Operand, given: int) -> Iterator[Way]:
         yield Way((cut,) * given + masks, (cut,) * len(call.result))
 
 
+@dataclass(frozen=True)
+class _DeviceAttention:
+    """Positions of arguments of an attention operator of CUDA, and how many results have heads."""
+
+    query: int
+    bias: int | None
+    dropout: int
+    num_results: int
+
+
+_DEVICE_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default: _DeviceAttention(0, None, 3, 2),
+    _aten._scaled_dot_product_flash_attention_backward.default: _DeviceAttention(1, None, 10, 3),
+    _aten._scaled_dot_product_efficient_attention.default: _DeviceAttention(0, 3, 5, 2),
+    _aten._scaled_dot_product_efficient_attention_backward.default: _DeviceAttention(1, 4, 9, 3),
+    _aten._scaled_dot_product_cudnn_attention.default: _DeviceAttention(0, 3, 5, 2),
+    _aten._scaled_dot_product_cudnn_attention_backward.default: _DeviceAttention(1, 8, 13, 3),
+}
+
+
+@rule_for(*_DEVICE_ATTENTION)
+def _device_attention(call: WholeCall) -> Iterator[Way]:
+    """Cut by batch or head what has both: queries, keys, values, sums of exponentials.
+
+    What belongs to random draws and to sequences of other lengths is whole. Draws would have to be
+    those of the whole call, and the gradient of a bias a sum over heads: then all of it is whole.
+    """
+    known = _DEVICE_ATTENTION[call.target]
+    bias = None if known.bias is None else call.argument(known.bias)
+    if call.argument(known.dropout, 0.0) or (bias is not None and any(_bias_mask(call))):
+        return
+    query = call.operand(known.query)
+    mask = bias.number if isinstance(bias, Hole) else -1
+    for cut in dict.fromkeys(
+        [*([query.now] if isinstance(query.now, Cut) else []), Cut(1), Cut(0)]
+    ):
+        if cut.dim not in _HEADS or not fits(query.shape, cut, call.ranks):
+            continue
+        needs: list[Placement] = []
+        for number, each in enumerate(call.operands):
+            is_cut = each.dim >= 3 and (number != mask or each.shape[cut.dim] > 1)
+            needs.append(cut if is_cut else R)
+            if is_cut and each.shape[cut.dim] != query.shape[cut.dim]:
+                break
+        else:
+            rest = len(call.result) - known.num_results
+            yield Way(tuple(needs), (cut,) * known.num_results + (R,) * rest)
+
+
+def _bias_mask(call: WholeCall) -> tuple[bool, ...]:
+    """Return whether the gradient of the bias is asked for."""
+    if call.target is _aten._scaled_dot_product_efficient_attention_backward.default:
+        return tuple(call.argument(10)[3:])
+    return ()
+
+
 # -- checking -------------------------------------------------------------------------------------
 def item(gives: Results, index: int) -> Placement:
     """Return the placement of one of several results."""

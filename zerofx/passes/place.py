@@ -890,6 +890,9 @@ _PRODUCTS = {
 }  # fmt: skip
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
 }  # fmt: skip
 _SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}

@@ -34,6 +34,71 @@ Q, K, V = (torch.rand(2, 4, 3, 8) for _ in range(3))
 OUT, LSE = aten._scaled_dot_product_flash_attention_for_cpu(Q, K, V)
 NORMED, MEAN, RSTD = aten.native_layer_norm(rand(2, 4, 6), [6], rand(6), rand(6), 1e-5)
 
+# The attention operators of CUDA have no kernels for a CPU: in this process they get plain ones,
+# with the results and the order of arguments of CUDA's.
+DEVICE = torch.library.Library("aten", "IMPL")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> Any:
+    scores = q @ k.mT / q.shape[-1] ** 0.5
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def attend_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> list[Tensor]:
+    eye = torch.eye(k.shape[-2]).expand(*k.shape[:2], -1, -1)
+    weights, scale = attend(q, k, eye, *more)[0], q.shape[-1] ** -0.5
+    up = grad @ v.mT
+    scores = weights * (up - (up * weights).sum(-1, keepdim=True)) * scale
+    return [scores @ k, scores.mT @ q, weights.mT @ grad]
+
+
+def of_flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False,
+             return_debug_mask: bool = False, *, scale: float | None = None) -> Any:  # fmt: skip
+    none = torch.zeros(2, dtype=torch.int64)
+    empty = torch.zeros(0)
+    return *attend(q, k, v, None, causal), empty, empty, 3, 3, none, empty, empty
+
+
+def of_flash_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
+    return tuple(attend_back(grad, q, k, v, None, more[7]))
+
+
+def of_efficient(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sums: bool, dropout: float = 0.0,
+    causal: bool = False, *, scale: float | None = None,
+) -> Any:  # fmt: skip
+    seed = torch.zeros((), dtype=torch.int64)
+    return *attend(q, k, v, bias, causal), seed, seed
+
+
+def of_efficient_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, *more: Any) -> Any:
+    return (*attend_back(grad, q, k, v, bias, len(more) > 6 and more[6]), torch.zeros(0))
+
+
+def of_cudnn(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sums: bool,
+             dropout: float = 0.0, causal: bool = False, return_debug_mask: bool = False,
+             *, scale: float | None = None) -> Any:  # fmt: skip
+    seed, empty = torch.zeros((), dtype=torch.int64), torch.zeros(0)
+    return *attend(q, k, v, bias, causal), empty, empty, 3, 3, seed, seed, empty
+
+
+def of_cudnn_back(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
+    return tuple(attend_back(grad, q, k, v, more[4], more[10]))
+
+
+for name, kernel in (
+    ("flash_attention", of_flash), ("flash_attention_backward", of_flash_back),
+    ("efficient_attention", of_efficient), ("efficient_attention_backward", of_efficient_back),
+    ("cudnn_attention", of_cudnn), ("cudnn_attention_backward", of_cudnn_back),
+):  # fmt: skip
+    DEVICE.impl(f"_scaled_dot_product_{name}", kernel, "CPU")
+GRAD, BIAS, SEED = rand(2, 4, 3, 8).float(), torch.rand(2, 1, 3, 3), torch.zeros(2).long()
+NO = torch.zeros(0)
+
 ONE = """
 neg detach alias clone _to_copy rsqrt sqrt reciprocal exp log cos sin tanh sigmoid silu gelu relu
 abs sgn erf logical_not hardtanh leaky_relu softplus elu mish hardswish
@@ -114,6 +179,17 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten._scaled_dot_product_flash_attention_for_cpu.default, (Q, K, V, 0.0, True)),
     (aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
      (rand(2, 4, 3, 8).float(), Q, K, V, OUT, LSE, 0.0, False)),
+    (aten._scaled_dot_product_flash_attention.default, (Q, K, V, 0.0, True)),
+    (aten._scaled_dot_product_flash_attention_backward.default,
+     (GRAD, Q, K, V, OUT, LSE, NO, NO, 3, 3, 0.0, False, SEED, SEED)),
+    (aten._scaled_dot_product_efficient_attention.default, (Q, K, V, None, True, 0.0, True)),
+    (aten._scaled_dot_product_efficient_attention.default, (Q, K, V, BIAS, True)),
+    (aten._scaled_dot_product_efficient_attention_backward.default,
+     (GRAD, Q, K, V, BIAS, OUT, LSE, SEED, SEED, 0.0, [True, True, True, False], False)),
+    (aten._scaled_dot_product_cudnn_attention.default, (Q, K, V, BIAS, True)),
+    (aten._scaled_dot_product_cudnn_attention.default, (Q, K, V, None, True, 0.0, True)),
+    (aten._scaled_dot_product_cudnn_attention_backward.default,
+     (GRAD, Q, K, V, OUT, LSE, SEED, SEED, BIAS, NO, NO, 3, 3, 0.0, False)),
 ]  # fmt: skip
 
 
@@ -193,6 +269,26 @@ def test_every_way_gives_the_whole_result(number: int) -> None:
                         mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, w=way: f"{w}: {m}"
                     )
     assert len(seen) > 1, "every rank does all of it"
+
+
+@pytest.mark.parametrize(
+    ("target", "given"),
+    [
+        (aten._scaled_dot_product_flash_attention.default, (Q, K, V, 0.1)),
+        (aten._scaled_dot_product_efficient_attention.default, (Q, K, V, None, True, 0.1)),
+        (aten._scaled_dot_product_efficient_attention_backward.default,
+         (GRAD, Q, K, V, BIAS, OUT, LSE, SEED, SEED, 0.0, [True] * 4, False)),
+        (aten._scaled_dot_product_cudnn_attention.default, (Q, K, V, None, True, 0.1)),
+        (aten._scaled_dot_product_flash_attention.default, (Q, K[:, :2], V[:, :2])),
+    ],
+)  # fmt: skip
+def test_attention_that_cannot_be_cut_is_whole(target: Any, given: Any) -> None:
+    """Draws, gradients of a bias, and fewer heads of keys, which may still be cut by sample."""
+    args, tensors = holed(given)
+    operands = tuple(Operand(tuple(t.shape), R) for t in tensors)
+    result = [R] * len(target._schema.returns)
+    call = WholeCall(target, tuple(args), {}, operands, result, RANKS)
+    assert all(way.needs[0] in (R, Cut(0)) for way in ways(call))
 
 
 def test_every_rule_has_a_case() -> None:
