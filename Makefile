@@ -89,7 +89,7 @@ integrations: $(STAMP)
 		-e '.[test,solver,integrations]'
 	DS_BUILD_OPS=0 $(OTHERS) -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--no-build-isolation 'deepspeed>=0.19,<0.20'
-	ZEROFX_NEEDS_ALL=1 $(OTHERS) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+	DS_ACCELERATOR=cpu ZEROFX_NEEDS_ALL=1 $(OTHERS) -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		tests/train/test_lightning.py tests/train/test_deepspeed_engine.py \
 		tests/train/test_other_libraries.py tests/tools/test_manifests.py tests/tools/test_examples.py
 

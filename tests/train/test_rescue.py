@@ -18,6 +18,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import ArgumentError, ZerofxError
+from zerofx.snapshot import rescue as rescue_module
 
 STAGE_0 = {"stage": 0}
 GROUPS = {"stage": 3, "shard_axis_size": 2}
@@ -183,6 +184,63 @@ def test_a_step_cut_short_is_not_saved(tmp_path: Path, caplog: pytest.LogCapture
         rescue.note(3, {"step": 3})
         raise RuntimeError("mine")
     assert zerofx.resume(tmp_path / "run", *trained({"stage": 3})) == {"step": 3}
+
+
+def test_a_step_that_has_begun_is_not_saved(tmp_path: Path) -> None:
+    model, optimizer = trained({"stage": 3})
+    model(torch.ones(6, 5)).sum().backward()
+
+    def fails(*args: Any) -> None:  # in place of a lack of memory after states were updated
+        raise RuntimeError("mine")
+
+    optimizer.register_step_pre_hook(fails)
+    rescue = zerofx.Rescue(tmp_path / "run", model, optimizer)
+    with pytest.raises(RuntimeError, match="mine"), rescue:
+        rescue.note(3, {"step": 3})
+        optimizer.step()
+    assert zerofx.resume(tmp_path / "run", model, optimizer) is None
+
+
+def test_what_is_noted_is_that_of_the_note(tmp_path: Path) -> None:
+    run = trained({"stage": 3})
+    seen = {"step": 3, "metrics": [1.0]}
+    with pytest.raises(RuntimeError, match="mine"), zerofx.Rescue(tmp_path / "run", *run) as rescue:
+        rescue.note(3, seen)
+        seen["metrics"].append(2.0)  # type: ignore[attr-defined]
+        run[1].param_groups[0]["lr"] = 7.0
+        torch.rand(3)
+        raise RuntimeError("mine")
+    before = torch.get_rng_state()
+    again = trained({"stage": 3})
+    assert zerofx.resume(tmp_path / "run", *again) == {"step": 3, "metrics": [1.0]}
+    assert again[1].param_groups[0]["lr"] == 0.1
+    assert not torch.equal(torch.get_rng_state(), before)
+
+
+def resumed_at(home: str, fails: bool) -> Any:
+    run = trained(STAGE_0)
+    publish = rescue_module._Restoring.publish
+
+    def failing(self: Any) -> None:
+        publish(self)
+        raise OSError(5, "Input/output error", str(self.folder))
+
+    if fails:
+        rescue_module._Restoring.publish = failing  # type: ignore[method-assign]
+    try:
+        extra = zerofx.resume(Path(home) / "run", *run)
+    finally:
+        rescue_module._Restoring.publish = publish  # type: ignore[method-assign]
+    return None if extra is None else extra["step"]
+
+
+def test_a_restore_that_was_interrupted_is_made_again(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, job, str(tmp_path), STAGE_0, (1,), "step", may_die=True)
+    assert pool.run(2, resumed_at, str(tmp_path), True) == [5, 5]
+    assert list((tmp_path / "run").glob(".rescue-*"))  # the parts are still there
+    next((tmp_path / "run/step-000005").glob("*.distcp")).unlink()  # as if a host had failed before
+    assert pool.run(2, resumed_at, str(tmp_path), False) == [5, 5]
+    assert not list((tmp_path / "run").glob(".rescue-*"))
 
 
 def test_what_a_rank_alone_cannot_save_is_refused(tmp_path: Path) -> None:

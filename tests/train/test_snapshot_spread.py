@@ -66,9 +66,11 @@ def saved(
     return seen
 
 
-def resumed(home: str, per_host: int = 1, plan: dict[str, Any] | None = None) -> Any:
+def resumed(
+    home: str, per_host: int = 1, plan: dict[str, Any] | None = None, name: str = ""
+) -> Any:
     run = trained(plan)
-    extra = zerofx.resume(disk(home, per_host) / "run", *run)
+    extra = zerofx.resume(disk(home, per_host) / "run" / name, *run)
     found = values(*run)
     step(*run)
     return extra, found
@@ -97,6 +99,14 @@ def test_any_host_may_be_lost(pool: Pool, tmp_path: Path, in_background: bool) -
                 shutil.copytree(tmp_path / f"disk-{n}", home / f"disk-{n}", symlinks=True)
         check(pool.run(3, resumed, str(home)), 3, seen)
         assert (home / f"disk-{lost}/run/step-000003/zerofx.json").exists()
+
+
+def test_the_newest_by_its_link_and_one_by_its_name(pool: Pool, tmp_path: Path) -> None:
+    seen = pool.run(2, saved, str(tmp_path), 1)[0]
+    shutil.rmtree(tmp_path / "disk-0" / "run")
+    check(pool.run(2, resumed, str(tmp_path), 1, None, "latest"), 2, seen)
+    assert sorted(p.name for p in (tmp_path / "disk-0/run").iterdir()) == ["step-000002"]
+    check(pool.run(2, resumed, str(tmp_path), 1, None, "step-000001"), 1, seen)
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
@@ -147,6 +157,38 @@ def test_copies_replace_what_is_damaged(pool: Pool, tmp_path: Path, damage: str)
     if damage == "flipped":
         other = (tmp_path / "disk-1/run/step-000002/__0_0.distcp").read_bytes()
         assert (newest / "__0_0.distcp").read_bytes() == other
+
+
+def test_what_is_damaged_wherever_it_is_is_passed_over(pool: Pool, tmp_path: Path) -> None:
+    """A copy that no rank of its host needs is damaged, and the other host is lost."""
+    seen = pool.run(3, saved, str(tmp_path), 1)[0]
+    shutil.rmtree(tmp_path / "disk-1" / "run")
+    copy = tmp_path / "disk-2/run/step-000002/__1_0.distcp"
+    data = bytearray(copy.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.write_bytes(data)
+    check(pool.run(3, resumed, str(tmp_path)), 1, seen)
+    assert not (tmp_path / "disk-1/run/step-000002").exists()
+
+
+def test_another_snapshot_of_the_same_name_stays(pool: Pool, tmp_path: Path) -> None:
+    """A host that went on alone has saved the same step: what it saved is newer, and not lost."""
+    seen = pool.run(2, saved, str(tmp_path), 1)[0]
+    alone = pool.run(1, going_on, str(tmp_path))[0]
+    other = (tmp_path / "disk-1/run/step-000002/zerofx.json").read_bytes()
+    before = (tmp_path / "disk-0/run/step-000002/zerofx.json").read_bytes()
+    assert before != other
+    check(pool.run(2, resumed, str(tmp_path)), 2, seen)  # of what both hosts can load
+    assert (tmp_path / "disk-0/run/step-000002/zerofx.json").read_bytes() == before
+    check(pool.run(1, resumed, str(tmp_path)), 2, [{}, alone])
+
+
+def going_on(home: str) -> Any:
+    run = trained()
+    zerofx.resume(disk(home) / "run", *run)
+    step(*run)
+    zerofx.save(disk(home) / "run", *run, {"step": 2}, step=2)
+    return values(*run)
 
 
 def refused(home: str) -> list[str]:

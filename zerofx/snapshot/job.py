@@ -35,8 +35,11 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 class Job:
     """A model, any optimizers, and the directory of the snapshot.
 
-    optimizers: optimizers by the names that their tensors have in the snapshot.
+    optimizers: optimizers by the names that their tensors have in the snapshot. called: its name in
+        messages, if that of the directory differs between ranks.
     """
+
+    called = ""
 
     def __init__(self, folder: Path, model: CompiledModule, optimizer: Optimizers) -> None:
         if isinstance(optimizer, CompiledModule):
@@ -88,7 +91,17 @@ class Job:
         scaler = self.model.loss_scale
         return dict(scaler.state_dict()) if scaler is not None else {}
 
-    def packed(self, extra: object, values: dict[str, Any], others: Mapping[str, Any]) -> bytes:
+    def module_states(self) -> dict[str, Any]:
+        """Return the extra states of modules that have one."""
+        return {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
+
+    def packed(
+        self,
+        extra: object,
+        values: dict[str, Any],
+        modules: dict[str, Any],
+        others: Mapping[str, Any],
+    ) -> bytes:
         """Return all values but tensors. values: of each optimizer, by its name.
 
         Raises:
@@ -97,7 +110,6 @@ class Job:
         """
         if not isinstance(extra, Mapping):
             raise SnapshotError(f"extra is a {type(extra).__name__}. Give a dict")
-        modules = {path: m.get_extra_state() for path, m in state.extra_states_of(self.model)}
         return pack(
             {
                 "extra": dict(extra),
@@ -111,6 +123,8 @@ class Job:
     @property
     def label(self) -> str:
         """The name of the snapshot in messages of all ranks, whose paths may differ."""
+        if self.called:
+            return self.called
         name, series = self.folder.name, self.folder.parent.name
         return f"{series}/{name}" if name.startswith("step-") else name
 

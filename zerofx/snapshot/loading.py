@@ -21,7 +21,7 @@ from zerofx.errors import SnapshotError, ZerofxError
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.schema import DAMAGE
-from zerofx.snapshot import files, rescue, spread, state, target, whole_states
+from zerofx.snapshot import files, rescue, series, spread, state, target, whole_states
 from zerofx.snapshot.dcp import LoadSteps
 from zerofx.snapshot.held import read_settled
 from zerofx.snapshot.job import (
@@ -36,6 +36,8 @@ from zerofx.snapshot.sources.recognise import recognise
 from zerofx.snapshot.weights import Fill, Names, check_names
 
 log = logging.getLogger("zerofx")
+
+_REPAIRS = 3  # attempts to replace damaged files by copies
 
 
 def load(
@@ -101,9 +103,16 @@ def resume(
 
 def _found(job: _Load) -> list[spread.Candidate]:
     """Return the snapshots of a series, newest first, or a spread one; a collective call."""
-    job.hosts = spread.Hosts.of(job.world, f"looking for {job.label}", job.folder)
-    rescue.restore(job.world, job.hosts, job.folder)
-    return spread.candidates(job.world, job.hosts, job.folder)
+    world, what = job.world, f"looking for {job.label}"
+    if job.folder.name == series.LATEST:  # on some hosts, the link may be missing or an older one
+        hosts = spread.Hosts.of(world, what, job.folder.parent)
+        newest = spread.candidates(world, hosts, job.folder.parent)[:1]
+        if newest and newest[0].sights is not None:
+            job.hosts, job.folder = hosts, job.folder.parent
+            return newest
+    job.hosts = spread.Hosts.of(world, what, job.folder)
+    rescue.restore(world, job.hosts, job.folder)
+    return spread.candidates(world, job.hosts, job.folder)
 
 
 def _is_there(job: _Load) -> bool:
@@ -155,7 +164,7 @@ def _load_newest(job: _Load, found: list[spread.Candidate]) -> dict[str, Any]:
             if job.world.rank == 0:
                 log.warning("zerofx: a damaged snapshot is skipped: %s", error)
         finally:
-            job.needed = None
+            job.needed, job.called = None, ""
     if len(found) == 1:
         raise SnapshotError(f"{job.folder} is damaged: {problems[0]}")
     raise SnapshotError(f"all {len(found)} snapshots in {place} are damaged: {'; '.join(problems)}")
@@ -171,34 +180,46 @@ def _read_spread(job: _Load, candidate: spread.Candidate) -> dict[str, Any]:
         SnapshotError: a file is on no host, or damaged on all; or the model is another one.
     """
     world, hosts, folder = job.world, job.hosts, job.folder
-    what = f"zerofx.load of {job.label}"
-    gathering = spread.Gathering(world, hosts, candidate, folder)
-    job.is_damaged = True
-    if missing := candidate.missing():
-        raise SnapshotError(f"{folder}: {', '.join(missing)}: on none of {len(hosts.ranks)} hosts")
-    small = set(spread.SMALL)
-    gathering.get([small] * len(hosts.ranks))
-    job.is_damaged = False
-    by_rank = together(world, what, job.survey, SnapshotError)
-    needed = [small.union(*(by_rank[rank] for rank in ranks)) for ranks in hosts.ranks]
-    job.needed = frozenset(needed[hosts.here])
-    job.is_damaged = True
-    gathering.get(needed)
-    job.is_damaged = False
+    job.called = job.label
+    what, small = f"zerofx.load of {job.called}", set(spread.SMALL)
     try:
-        return _read(job)
-    except SnapshotError:
-        if not any(exchange(world, job.is_damaged, f"whether {job.label} is damaged")):
-            raise
-    while True:
+        if missing := candidate.missing():
+            everywhere = f"on none of {len(hosts.ranks)} hosts"
+            raise spread.Lost(f"{folder}: {', '.join(missing)}: {everywhere}")
+        with spread.Gathering(world, hosts, candidate, folder) as gathering:
+            gathering.get([small] * len(hosts.ranks))
+            job.folder = gathering.path
+            by_rank = together(world, what, job.survey, SnapshotError)
+            needed = [small.union(*(by_rank[rank] for rank in ranks)) for ranks in hosts.ranks]
+            job.needed = frozenset(needed[hosts.here])
+            gathering.get(needed)
+            extra = _read_repaired(job, gathering, needed)
+            gathering.finish()
+            return extra
+    except spread.Lost:
         job.is_damaged = True
+        raise
+
+
+def _read_repaired(
+    job: _Load, gathering: spread.Gathering, needed: list[set[str]]
+) -> dict[str, Any]:
+    """Load from the files that are here; files that turn out to be damaged are replaced first."""
+    world, hosts = job.world, job.hosts
+    for _ in range(_REPAIRS):
+        job.is_damaged = False
+        try:
+            return _read(job)
+        except SnapshotError:
+            if not any(exchange(world, job.is_damaged, f"whether {job.label} is damaged")):
+                raise
+        what = f"zerofx.load of {job.label}"
         by_rank = together(world, what, job.damaged, SnapshotError)
         damaged = [set().union(*(by_rank[rank] for rank in ranks)) for ranks in hosts.ranks]
-        if not any(damaged):
-            job.is_damaged = False
-            return _read(job)
         gathering.drop(damaged)
         gathering.get(needed)
+    job.is_damaged = False
+    return _read(job)
 
 
 class _Load(Job):

@@ -1,7 +1,7 @@
 """Rescue: when a rank is lost, the others save what they hold, and no step is lost with it.
 
-    run/.rescue-5f0c…-000123-2/      what rank 2 held after step 123
-    run/.rescue-5f0c…-000123-of-0/   empty: some rank of this host writes part 0 of the model
+    run/.rescue-5f0c…-000123.7-2/      what rank 2 held after step 123, its 7th note
+    run/.rescue-5f0c…-000123.7-of-0/   empty: some rank of this host writes part 0 of the model
 
 With replicas (stage 0, or shards within groups), the ranks that survive still have the values of
 the lost one. They cannot talk any more, so each writes its shards by itself, as a snapshot with
@@ -12,11 +12,14 @@ Otherwise, training continues from the newest snapshot as usual.
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
+import math
 import os
 import re
 import secrets
+import shutil
 import signal
 import threading
 import time
@@ -46,9 +49,12 @@ from zerofx.snapshot.spread import Hosts
 
 log = logging.getLogger("zerofx")
 
-_PART = re.compile(r"\.rescue-([0-9a-f]{16})-(\d{6,})-(\d+)")
-_ANY = re.compile(r"\.rescue-[0-9a-f]{16}-\d{6,}-(of-)?\d+")
+_PART = re.compile(r"\.rescue-([0-9a-f]{16})-(\d{6,})\.(\d+)-(\d+)")
+_ANY = re.compile(r"\.rescue-[0-9a-f]{16}-\d{6,}\.\d+-(of-)?\d+")
 _PATIENCE_S = 10.0  # between SIGTERM and the error that says which rank is lost
+_CLAIM_S = 10.0  # how long to wait for a rank that is writing the same
+_LOOK_S = 0.1
+_MOST_RANKS = 1 << 16
 
 
 class Rescue:
@@ -125,8 +131,8 @@ class Rescue:
                 signal.raise_signal(signal.SIGTERM)
 
     def _asked_to_end(self, number: int, frame: FrameType | None) -> None:
-        if self._is_asked_to_end:
-            return
+        if self._is_asked_to_end:  # asked twice
+            os._exit(128 + signal.SIGTERM)
         self._is_asked_to_end = True
         self._timer = threading.Timer(_PATIENCE_S, os._exit, (128 + signal.SIGTERM,))
         self._timer.daemon = True
@@ -153,23 +159,33 @@ class _OwnPart(Job):
         self.world.agree("zerofx.Rescue", self.digest())
         self.token = exchange(self.world, secrets.token_hex(8), "zerofx.Rescue")[0]
         self.step: int | None = None
+        self.count = 0
 
     def note(self, step: int, extra: Mapping[str, Any]) -> None:
         self.store.settle()
-        self.step, self.extra = step, dict(extra)
+        self.step, self.extra = step, copy.deepcopy(dict(extra))
+        self.count += 1
+        self.modules = copy.deepcopy(self.module_states())
         self.version = self._version()
         self.buffers = {n: b.detach().clone() for n, b in state.buffers_of(self.model).items()}
         self.random = random_states(self.world.device)
         self.options = {
-            name: [{k: v for k, v in g.items() if k != "params"} for g in each.param_groups]
+            name: [
+                copy.deepcopy({k: v for k, v in group.items() if k != "params"})
+                for group in each.param_groups
+            ]
             for name, each in self.optimizers.items()
         }
         self.scale = self.loss_scale()
 
-    def _version(self) -> tuple[int, int]:
-        """Return numbers that change with every write to parameters and states."""
+    def _version(self) -> tuple[int, int, int]:
+        """Return numbers that change with every write to parameters and states.
+
+        Steps that have begun count too: if one fails, it may have changed the states alone.
+        """
         self.store.poll_writes()
-        return self.store.ledger.writes, self.store.ledger.handouts
+        ledger = self.store.ledger
+        return ledger.writes, ledger.handouts, ledger.steps_begun
 
     @torch.no_grad()
     def write(self) -> None:
@@ -185,18 +201,16 @@ class _OwnPart(Job):
             return
         began, world = time.monotonic(), self.world
         self.folder.mkdir(parents=True, exist_ok=True)
-        start = f".rescue-{self.token}-{self.step:06d}"
+        start = f".rescue-{self.token}-{self.step:06d}.{self.count}"
+        part = self.folder / f"{start}-{world.rank}"
+        if (part / target.MANIFEST).exists():  # an earlier error has ended the same step
+            return
         tensors: dict[str, Any] = {}
-        try:
-            os.mkdir(self.folder / f"{start}-of-{world.copy_rank}")
-        except FileExistsError:
-            pass
-        else:
+        if not self._is_written_by_another(start):
             tensors["model"] = {**sharded_state(self.store), **self.buffers}
             for name, each in self.optimizers.items():
                 pieces = state.optimizer_tensors(self.store, each)
                 tensors |= {name: pieces} if pieces else {}
-        part = self.folder / f"{start}-{world.rank}"
         target.discard(part)
         target.make(part)
         written = SaveSteps(part, world.rank, tensors, self.store.homes.fetch).write_alone()
@@ -206,7 +220,8 @@ class _OwnPart(Job):
             for group, options in zip(values[name]["groups"], self.options[name], strict=True):
                 group.update(options)
         others = {"loss_scale": self.scale, "random": self.random}
-        target.write_file(part / target.VALUES, self.packed(self.extra, values, others))
+        packed = self.packed(self.extra, values, self.modules, others)
+        target.write_file(part / target.VALUES, packed)
         names = (*written, target.INDEX, target.VALUES)
         sums = {name: files.checksum(part / name) for name in names}
         facts = {**self.facts(self.step), "files": sums, "saved": round(time.time(), 3)}
@@ -216,6 +231,24 @@ class _OwnPart(Job):
             "zerofx: rank %d has saved its state after step %d to %s in %.1f s",
             world.rank, self.step, part, time.monotonic() - began,
         )  # fmt: skip
+
+    def _is_written_by_another(self, start: str) -> bool:
+        """Return whether another rank of this host has written what this one holds.
+
+        The first to come claims it. If it does not finish in time, this one writes it too.
+        """
+        world = self.world
+        with suppress(FileExistsError):
+            os.mkdir(self.folder / f"{start}-of-{world.copy_rank}")
+            return False
+        alike = range(world.copy_rank, world.size, world.copy_size)
+        others = [self.folder / f"{start}-{rank}" for rank in alike if rank != world.rank]
+        deadline = time.monotonic() + _CLAIM_S
+        while time.monotonic() < deadline:
+            if any((other / target.MANIFEST).exists() for other in others):
+                return True
+            time.sleep(_LOOK_S)
+        return False
 
 
 # -- at the next start ----------------------------------------------------------------------------
@@ -229,15 +262,22 @@ class FoundPart:
     values: bytes
 
     @property
-    def key(self) -> tuple[str, str]:
-        """The job and the step, equal for parts that belong together."""
+    def key(self) -> tuple[str, int, int]:
+        """The job, the step and the number of its note: equal for parts that belong together."""
         matched = _PART.fullmatch(self.name)
         assert matched is not None
-        return matched[1], matched[2]
+        return matched[1], int(matched[2]), int(matched[3])
 
     @property
     def rank(self) -> int:
         return int(self.name.rpartition("-")[2])
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it has the files of a part, of a rank that the job had."""
+        ranks, own = self.facts["world_size"], {target.INDEX, target.VALUES, rank_file(self.rank)}
+        fits = self.rank < ranks <= _MOST_RANKS and self.facts["files"].keys() <= own
+        return fits and isinstance(self.facts.get("saved"), float)
 
 
 def _look(folder: Path) -> list[FoundPart]:
@@ -251,8 +291,8 @@ def _look(folder: Path) -> list[FoundPart]:
                     snapshot.check(0, 1)
                     index = snapshot.files.stream(target.INDEX).read()
                     values = snapshot.files.stream(target.VALUES).read()
-                    if isinstance(snapshot.manifest.get("saved"), float):
-                        found.append(FoundPart(name, snapshot.manifest, index, values))
+                    part = FoundPart(name, snapshot.manifest, index, values)
+                    found += [part] if part.is_sound else []
     return found
 
 
@@ -263,58 +303,74 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def forget(folder: Path) -> None:
-    """Remove all parts from a directory: a snapshot that was saved later is newer."""
+def forget(folder: Path, saved: float) -> None:
+    """Remove parts that are older than a snapshot. saved: when, in seconds since 1970."""
     for name in _names(folder):
-        target.discard(folder / name)
+        with suppress(FileNotFoundError):
+            if (folder / name).stat().st_mtime < saved:
+                target.discard(folder / name)
 
 
 def restore(world: World, hosts: Hosts, folder: Path) -> None:
     """Make a snapshot of parts that survivors have written, if they are whole; collective.
 
     folder: of the series, on this host. Nothing is changed if there are no parts, if some are
-    missing, or if there is a snapshot of that step already.
+    missing, or if there is a snapshot of that step already. If the snapshot cannot be made, the
+    parts stay, and the newest one that is there is loaded.
     """
     what = f"looking for rescued states in {folder.name}"
-    views = together(world, what, lambda: _look(folder) if hosts.is_leader else [], SnapshotError)
+
+    def look() -> tuple[list[FoundPart], float]:
+        if not hosts.is_leader:
+            return [], 0.0
+        parts = _look(folder)
+        saved = [series.saved_at(each)[0] for each in series.snapshots_in(folder)] if parts else []
+        return parts, max(saved, default=0.0)
+
+    views = together(world, what, look, SnapshotError)
     holders: dict[str, int] = {}  # of each part, the first host that sees it
-    parts: dict[str, FoundPart] = {}
+    jobs: dict[tuple[str, int, int], list[FoundPart]] = {}
     for leader in hosts.leaders:
-        for found in views[leader]:
-            holders.setdefault(found.name, leader)
-            parts.setdefault(found.name, found)
-    jobs: dict[tuple[str, str], list[FoundPart]] = {}
-    for found in sorted(parts.values(), key=lambda found: found.rank):
-        jobs.setdefault(found.key, []).append(found)
-    newest = sorted(jobs.values(), key=lambda group: max(g.facts["saved"] for g in group))
-    for group in reversed(newest):
-        if _restored(world, folder, group, holders):
-            return
+        for part in views[leader][0]:
+            if holders.setdefault(part.name, leader) == leader:
+                jobs.setdefault(part.key, []).append(part)
+    last = {key[0]: 0.0 for key in jobs}  # of each job, when its parts were written
+    for key, group in jobs.items():
+        last[key[0]] = max(last[key[0]], *(part.facts["saved"] for part in group))
+    later = max(saved for _, saved in views) + 1e-3  # than every snapshot, whatever its clock says
+    for key in sorted(jobs, key=lambda key: (last[key[0]], key[2]), reverse=True):
+        group = sorted(jobs[key], key=lambda part: part.rank)
+        job = _Restoring(folder, group, holders, world.rank, max(later, last[key[0]]))
+        try:
+            if _restored(world, job):
+                return
+        except SnapshotError as error:
+            if world.rank == 0:
+                log.warning("zerofx: a rescued state is there but was not restored: %s", error)
 
 
-def _restored(
-    world: World, folder: Path, group: Sequence[FoundPart], holders: Mapping[str, int]
-) -> bool:
+def _restored(world: World, job: _Restoring) -> bool:
     """Publish the snapshot of one job's and step's parts; return whether they are whole."""
-    what = f"restoring rescued states in {folder.name}"
-    job = _Restoring(folder, group, holders, world.rank)
-    problem = together(world, what, job.problem, SnapshotError)[0]
-    if problem:
+    what, step = f"restoring rescued states in {job.series.name}", job.group[0].key[1]
+    problems = together(world, what, job.problem, SnapshotError)
+    if any(problems):
         if world.rank == 0:
-            ranks = ", ".join(str(found.rank) for found in group)
+            ranks = ", ".join(str(part.rank) for part in job.group)
             log.warning(
-                "zerofx: ranks %s have saved their states after step %d, but not all of the model "
-                "is there (%s)", ranks, int(group[0].key[1]), problem,
+                "zerofx: the states of ranks %s after step %d, which they saved when another rank "
+                "was lost, are not taken: %s", ranks, step, next(filter(None, problems)),
             )  # fmt: skip
         return False
     with ExitStack() as stack:
         together(world, what, lambda: job.begin(stack), SnapshotError)
         small = together(world, what, job.complete, SnapshotError)[job.acting[0]]
-        together(world, what, lambda: job.publish(small), SnapshotError)
+        together(world, what, lambda: job.fill(small), SnapshotError)
+        together(world, what, job.publish, SnapshotError)
+        together(world, what, job.tidy, SnapshotError)
     if world.rank == 0:
         log.warning(
             "zerofx: nothing is lost: the ranks that were left have saved the state after step %d",
-            int(group[0].key[1]),
+            step,
         )  # fmt: skip
     return True
 
@@ -323,19 +379,24 @@ class _Restoring:
     """One rank's part in making a snapshot of parts; the holders of parts act, others watch."""
 
     def __init__(
-        self, folder: Path, group: Sequence[FoundPart], holders: Mapping[str, int], rank: int
+        self,
+        folder: Path,
+        group: Sequence[FoundPart],
+        holders: Mapping[str, int],
+        rank: int,
+        saved: float,
     ) -> None:
-        self.series, self.group, self.rank = folder, group, rank
+        self.series, self.group, self.rank, self.saved = folder, group, rank, saved
         self.acting = sorted({holders[found.name] for found in group})
         self.mine = [found for found in group if holders[found.name] == rank]
-        self.folder = series.place_of(folder, int(group[0].key[1]))
+        self.folder = series.place_of(folder, group[0].key[1])
 
     def problem(self) -> str:
         """Return why these parts are not a snapshot; "" if they are."""
+        if self.rank in self.acting and self._is_saved():
+            return f"{self.folder} has been saved"
         if self.rank != 0:
             return ""
-        if self.folder.exists():
-            return f"{self.folder} has been saved since"
         kept = [
             {k: v for k, v in found.facts.items() if k not in ("files", "saved")}
             for found in self.group
@@ -350,6 +411,17 @@ class _Restoring:
         except DAMAGE as error:
             return f"a file is damaged: {error}"
         return ""
+
+    def _is_saved(self) -> bool:
+        """Return whether there is a snapshot of this step, other than an attempt to restore it."""
+        if not self.folder.exists():
+            return False
+        try:
+            snapshot = files.OpenSnapshot(self.folder)
+        except (SnapshotError, OSError, Replaced):
+            return False
+        with closing(snapshot):
+            return snapshot.manifest.get("rescued") != list(self.group[0].key)
 
     def _tensors(self) -> set[str]:
         """Return the names of all tensors of the model and the optimizers."""
@@ -382,8 +454,8 @@ class _Restoring:
         sums = {n: s for found in self.group for n, s in found.facts["files"].items()}
         own = (target.INDEX, target.VALUES, rank_file(ranks))
         sums |= {name: files.checksum(path / name) for name in own}
-        saved = max(found.facts["saved"] for found in self.group)
-        facts = {**first.facts, "files": sums, "saved": saved, "hosts": len(self.acting)}
+        facts = {**first.facts, "files": sums, "saved": self.saved, "hosts": len(self.acting)}
+        facts["rescued"] = list(first.key)
         files.write_manifest(path, facts)
         return {name: (path / name).read_bytes() for name in (target.MANIFEST, *own[:2])}
 
@@ -396,17 +468,28 @@ class _Restoring:
         }
         return state.one_row(table, 0, 1)
 
-    def publish(self, small: Mapping[str, bytes]) -> None:
-        """Move the shards into the snapshot, and publish it."""
+    def fill(self, small: Mapping[str, bytes]) -> None:
+        """Put everything into the directory. The parts stay until all have published."""
         if self.rank not in self.acting:
             return
         for name, data in small.items():
             if self.rank != self.acting[0]:
                 target.write_file(self.hidden.path / name, data)
-        for found in self.mine:
-            for name in found.facts["files"]:
-                if name not in (target.INDEX, target.VALUES):
-                    os.rename(self.series / found.name / name, self.hidden.path / name)
-        target.publish(self.hidden.path, self.folder)
-        series.move_latest(self.series, self.folder.name)
-        forget(self.series)
+        for part in self.mine:
+            for name in part.facts["files"].keys() - {target.INDEX, target.VALUES}:
+                there, here = self.series / part.name / name, self.hidden.path / name
+                try:
+                    os.link(there, here)
+                except OSError:  # a file system without hard links
+                    shutil.copy2(there, here)
+
+    def publish(self) -> None:
+        """Publish the directory."""
+        if self.rank in self.acting:
+            target.publish(self.hidden.path, self.folder)
+
+    def tidy(self) -> None:
+        """Remove the parts, which are in the snapshot now, and those of older failures."""
+        if self.rank in self.acting:
+            series.move_latest(self.series, self.folder.name)
+            forget(self.series, math.inf)

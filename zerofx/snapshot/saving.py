@@ -125,6 +125,7 @@ class _Save(Job):
         self.series = folder if step is not None else None
         self.step, self.keep, self.copies = step, keep, copies
         self.extra = {} if extra is None else extra
+        self.saved = round(time.time(), 3)  # before later changes to the model
         self.hosts: spread.Hosts | None = None  # with copies
         self.sums: dict[str, Any] = {}  # on ranks that publish: the checksums of their files
         self.copied: set[str] = set()  # the files that came from other hosts
@@ -140,6 +141,7 @@ class _Save(Job):
         together(world, what, lambda: place.mkdir(parents=True, exist_ok=True), SnapshotError)
         self.hosts = spread.Hosts.of(world, what, place)
         self.hosts.check_copies(self.copies)
+        together(world, what, self.hosts.connect, SnapshotError)
 
     @property
     def publishes(self) -> bool:
@@ -173,7 +175,9 @@ class _Save(Job):
             else:
                 values[name] = state.optimizer_values(each, names)
         if self.world.rank == 0:
-            self.values = self.packed(self.extra, values, {"loss_scale": self.loss_scale()})
+            self.values = self.packed(
+                self.extra, values, self.module_states(), {"loss_scale": self.loss_scale()}
+            )
             self.about = self.facts(self.step)
             if self.hosts is not None:
                 self.about["hosts"] = len(self.hosts.ranks)
@@ -273,7 +277,7 @@ class _Save(Job):
         target.write_file(self.written / target.VALUES, self.values)
         sums = {name: checksum for _, part in parts for name, checksum in part.items()}
         sums.update({n: files.checksum(self.written / n) for n in (target.INDEX, target.VALUES)})
-        facts = {"files": sums, "saved": round(time.time(), 3), **self.about}
+        facts = {"files": sums, "saved": self.saved, **self.about}
         files.write_manifest(self.written, facts)
         self.sums = sums
         return {name: files.checksum(self.written / name) for name in spread.SMALL}
@@ -312,7 +316,7 @@ class _Save(Job):
         target.publish(self.written, self.folder)
         if self.series is not None:
             series.move_latest(self.series, self.folder.name)
-            rescue.forget(self.series)
+            rescue.forget(self.series, self.saved)
 
     def prune(self) -> None:
         """Remove older snapshots."""

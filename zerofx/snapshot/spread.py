@@ -105,11 +105,30 @@ class Hosts:
                 "the file system"
             )
 
-    def carry(self, deliveries: Sequence[Delivery], sent: Path, received: Path) -> None:
-        """Send and receive files; only leaders call it, all with the same list."""
+    def connect(self) -> None:
+        """Connect the leaders. Later calls of `carry` may then be in a thread.
+
+        Groups are made in the main thread only: torch counts them, and all ranks must agree.
+        """
+        if self.is_leader and len(self.leaders) > 1:
+            self._world.for_transfers(self.leaders)
+
+    def carry(
+        self,
+        deliveries: Sequence[Delivery],
+        sent: Path,
+        received: Path,
+        is_checked: bool = False,
+    ) -> None:
+        """Send and receive files; only leaders call it, all with the same list.
+
+        is_checked: the receivers verify them, so that this rank need not raise if it cannot read
+            one.
+        """
         if deliveries and len(self.leaders) > 1:
             group, lost = self._world.for_transfers(self.leaders)
-            Courier(group, self.leaders, self._world.rank, lost).carry(deliveries, sent, received)
+            courier = Courier(group, self.leaders, self._world.rank, lost)
+            courier.carry(deliveries, sent, received, is_checked)
 
 
 def _where(folder: Path) -> str:
@@ -154,13 +173,14 @@ class Sight:
     """What one host has of a spread snapshot.
 
     name: of its directory in the series; "" for the directory that was given. saved: when, in
-    seconds since 1970. sizes: of all files of the snapshot, in bytes. held: those that are here.
+    seconds since 1970. sums: [size in bytes, sha256] of all files of the snapshot. held: the names
+    of those that are here.
     """
 
     name: str
     identity: str
     saved: float
-    sizes: Mapping[str, int]
+    sums: Mapping[str, Sequence[Any]]
     held: frozenset[str]
 
 
@@ -178,7 +198,7 @@ class Candidate:
     def missing(self) -> list[str]:
         """Return the files that no host has."""
         seen = [sight for sight in self.sights or () if sight is not None]
-        return sorted(set(seen[0].sizes) - set().union(*(sight.held for sight in seen)))
+        return sorted(set(seen[0].sums) - set().union(*(sight.held for sight in seen)))
 
 
 def look(folder: Path) -> list[Sight]:
@@ -192,13 +212,13 @@ def look(folder: Path) -> list[Sight]:
                 if not snapshot.is_spread:
                     continue
                 facts = snapshot.manifest
-                sizes = {name: num_bytes for name, (num_bytes, _) in facts["files"].items()}
-                sizes[target.MANIFEST] = snapshot.files.num_bytes(target.MANIFEST)
+                manifest = {target.MANIFEST: files.checksum(snapshot.folder / target.MANIFEST)}
                 saved = facts.get("saved")
                 found.append(
                     Sight(
                         "" if is_one else each.name, snapshot.identity,
-                        saved if isinstance(saved, float) else 0.0, sizes, snapshot.held(),
+                        saved if isinstance(saved, float) else 0.0,
+                        {**facts["files"], **manifest}, snapshot.held(),
                     )
                 )  # fmt: skip
     return found
@@ -213,8 +233,10 @@ def candidates(world: World, hosts: Hosts, folder: Path) -> list[Candidate]:
 
     def here() -> tuple[list[tuple[str, float]], list[Sight]]:
         seen = look(folder) if hosts.is_leader else []
+        mine = {sight.name for sight in seen}
         plain = series.snapshots_in(folder) if world.rank == 0 else []
-        return [(each.name, series.saved_at(each)[0]) for each in plain], seen
+        dated = [(each.name, series.saved_at(each)[0]) for each in plain if each.name not in mine]
+        return dated, seen
 
     views = together(world, what, here, SnapshotError)
     plain, sights = views[0][0], [views[leader][1] for leader in hosts.leaders]
@@ -222,9 +244,25 @@ def candidates(world: World, hosts: Hosts, folder: Path) -> list[Candidate]:
     if not spread:
         return [Candidate(name) for name, _ in plain]
     dated = [(sight.saved, _of_all(sight, sights)) for sight in spread.values()]
-    names = {sight.name for sight in spread.values()}
-    dated += [(saved, Candidate(name)) for name, saved in plain if name not in names]
+    if plain and len(hosts.ranks) > 1:  # one that a host has saved alone is no snapshot of all
+
+        def identities() -> list[str]:
+            return [_identity(folder / name) for name, _ in plain] if hosts.is_leader else []
+
+        found = together(world, what, identities, SnapshotError)
+        alike = list(zip(*(found[leader] for leader in hosts.leaders), strict=True))
+        plain = [each for each, seen in zip(plain, alike, strict=True) if len(set(seen)) == 1]
+    dated += [(saved, Candidate(name)) for name, saved in plain]
     return [each for _, each in sorted(dated, key=lambda pair: pair[0], reverse=True)]
+
+
+def _identity(folder: Path) -> str:
+    """Return which snapshot this is; "" if it cannot be opened."""
+    try:
+        with contextlib.closing(files.OpenSnapshot(folder)) as snapshot:
+            return snapshot.identity
+    except (SnapshotError, OSError, Replaced):
+        return ""
 
 
 def _of_all(sight: Sight, sights: Sequence[Sequence[Sight]]) -> Candidate:
@@ -233,20 +271,58 @@ def _of_all(sight: Sight, sights: Sequence[Sequence[Sight]]) -> Candidate:
     return Candidate(sight.name, tuple(seen.get(sight.identity) for seen in by_host))
 
 
+class Lost(SnapshotError):
+    """A file of a snapshot is on no host, or damaged wherever it is."""
+
+
 class Gathering:
     """Bringing the files of a spread snapshot to the hosts whose ranks need them.
 
-    folder: the snapshot on this host; it may not exist yet.
+    Every file is verified when it has arrived; from a host whose file is damaged, it is not taken
+    again. On a host that has nothing of the snapshot, the files come into a hidden directory, which
+    is published once the snapshot has been loaded. What else has the snapshot's name there stays.
+
+    folder: the snapshot on this host; it may not exist. path: the directory to load from.
     """
 
     def __init__(self, world: World, hosts: Hosts, candidate: Candidate, folder: Path) -> None:
         assert candidate.sights is not None
         self._world, self._hosts, self._folder = world, hosts, folder
         seen = [sight for sight in candidate.sights if sight is not None]
-        self._sizes = seen[0].sizes
+        self._sums = seen[0].sums
         self._held = [set(sight.held) if sight else set() for sight in candidate.sights]
-        self._replaces = candidate.sights[hosts.here] is None  # something else may have its name
+        self._is_new = candidate.sights[hosts.here] is None
+        self._place: target.SavePlace | None = None  # on leaders that have received files
         self._what = f"gathering the files of {folder.name}"
+        self.path = folder
+
+    def __enter__(self) -> Gathering:
+        """Make the hidden directories of hosts that have nothing; a collective call."""
+
+        def begin() -> Path:
+            return self._staging().path if self._is_new and self._hosts.is_leader else self._folder
+
+        try:
+            paths = together(self._world, self._what, begin, SnapshotError)
+        except BaseException:
+            self.__exit__()
+            raise
+        self.path = paths[self._hosts.leader(self._world.rank)]
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+
+    def _staging(self) -> target.SavePlace:
+        """Return the directory that receives files."""
+        if self._place is None:
+            self._folder.parent.mkdir(parents=True, exist_ok=True)
+            place = target.SavePlace(self._folder.parent, self._folder.name, self._folder)
+            self._place = place
+            place.make()
+        return self._place
 
     def get(self, needed: Sequence[set[str]]) -> None:
         """Send each host the files it needs and lacks; a collective call.
@@ -254,53 +330,64 @@ class Gathering:
         needed: for each host, the names.
 
         Raises:
-            SnapshotError: a file that is needed is on no host; names it.
+            Lost: a file that is needed is on no host; names it.
         """
-        deliveries: list[Delivery] = []
-        for host, names in enumerate(needed):
-            for name in sorted(names - self._held[host]):
-                holders = [h for h, held in enumerate(self._held) if name in held]
-                if not holders:
-                    raise SnapshotError(f"{self._folder / name}: on no host, or damaged on all")
-                source = holders[len(deliveries) % len(holders)]  # all share the work
-                leaders = self._hosts.leaders
-                deliveries.append(Delivery(name, self._sizes[name], leaders[source], leaders[host]))
-        if deliveries:
-            self._transfer(deliveries)
-        for host, names in enumerate(needed):
-            self._held[host] |= names
+        leaders = self._hosts.leaders
+        while True:
+            deliveries: list[Delivery] = []
+            for host, names in enumerate(needed):
+                for name in sorted(names - self._held[host]):
+                    holders = [h for h, held in enumerate(self._held) if name in held]
+                    if not holders:
+                        raise Lost(f"{self._folder / name}: on no host, or damaged on all")
+                    source = holders[len(deliveries) % len(holders)]  # all share the work
+                    num_bytes = self._sums[name][0]
+                    deliveries.append(Delivery(name, num_bytes, leaders[source], leaders[host]))
+            if not deliveries:
+                return
+            damaged = self._transfer(deliveries)
+            for each in deliveries:
+                if each in damaged:
+                    self._held[leaders.index(each.source)].discard(each.name)
+                else:
+                    self._held[leaders.index(each.target)].add(each.name)
 
-    def _transfer(self, deliveries: Sequence[Delivery]) -> None:
-        mine = sum(
-            delivery.num_bytes for delivery in deliveries if delivery.target == self._world.rank
-        )
-        place: list[target.SavePlace] = []
+    def _transfer(self, deliveries: Sequence[Delivery]) -> set[Delivery]:
+        """Send and receive; return those deliveries that have arrived damaged, on any host."""
+        mine = [each for each in deliveries if each.target == self._world.rank]
 
         def prepare() -> None:
             if mine:
-                self._folder.parent.mkdir(parents=True, exist_ok=True)
-                if not target.is_ours(self._folder):
-                    target.check_place(self._folder)
-                place.append(target.SavePlace(self._folder.parent, self._folder.name, self._folder))
-                target.check_space(place[0].make(), mine)
+                target.check_space(self._staging().path, sum(each.num_bytes for each in mine))
 
         def carry() -> None:
             if self._hosts.is_leader:
-                received = place[0].path if place else self._folder
+                received = self._staging().path if mine else self.path
                 with self._world.busy(self._what):
-                    self._hosts.carry(deliveries, self._folder, received)
-                if place and self._replaces:
-                    target.publish(received, self._folder)
-                elif place:
-                    target.add(received, self._folder)
-                self._replaces = False
+                    self._hosts.carry(deliveries, self.path, received, is_checked=True)
 
-        try:
-            together(self._world, self._what, prepare, SnapshotError)
-            together(self._world, self._what, carry, SnapshotError)
-        finally:
-            for each in place:
-                each.close()
+        def install() -> set[Delivery]:
+            if not mine:
+                return set()
+            received = self._staging().path
+            bad = {
+                each
+                for each in mine
+                if files.checksum(received / each.name) != list(self._sums[each.name])
+            }
+            for each in bad:
+                log.warning(
+                    "zerofx: %s of rank %d's host is damaged or cannot be read",
+                    self._folder / each.name, each.source,
+                )  # fmt: skip
+                (received / each.name).unlink()
+            if not self._is_new:
+                target.add(received, self._folder)
+            return bad
+
+        together(self._world, self._what, prepare, SnapshotError)
+        together(self._world, self._what, carry, SnapshotError)
+        return set().union(*together(self._world, self._what, install, SnapshotError))
 
     def drop(self, damaged: Sequence[set[str]]) -> None:
         """Take note of files that are damaged on each host, so that others are asked for them."""
@@ -311,6 +398,15 @@ class Gathering:
                     host, len(damaged), ", ".join(sorted(names)), self._folder,
                 )  # fmt: skip
             self._held[host] -= names
+
+    def finish(self) -> None:
+        """Publish what hosts that had nothing have received; a collective call."""
+
+        def publish() -> None:
+            if self._is_new and self._place is not None and not os.path.lexists(self._folder):
+                target.publish(self._place.path, self._folder)
+
+        together(self._world, self._what, publish, SnapshotError)
 
 
 # -- files from host to host ----------------------------------------------------------------------
@@ -339,11 +435,19 @@ class Courier:
     ) -> None:
         self._group, self._ranks, self._rank, self._lost = group, ranks, rank, lost
 
-    def carry(self, deliveries: Sequence[Delivery], sent: Path, received: Path) -> None:
+    def carry(
+        self,
+        deliveries: Sequence[Delivery],
+        sent: Path,
+        received: Path,
+        is_checked: bool = False,
+    ) -> None:
         """Send this rank's files from directory `sent`, and write those it gets to `received`.
 
         All ranks of the group call it with the same list. If a file cannot be read or written, the
         transfers go on, so that no other rank waits, and the error is raised at the end.
+
+        is_checked: zeros in place of what cannot be read are no error.
 
         Raises:
             OSError: a file could not be read or written.
@@ -358,6 +462,8 @@ class Courier:
             time.sleep(_LOOK_S)
         for job in jobs:
             error = job.exception()
+            if is_checked and job is jobs[0] and isinstance(error, OSError):
+                continue
             if isinstance(error, RuntimeError):
                 raise self._explained(error) from error
             if error is not None:
@@ -377,7 +483,7 @@ class Courier:
             for delivery in deliveries:
                 file = disk.opened(folder / delivery.name, "rb")
                 for piece in _pieces(delivery.num_bytes):
-                    disk.read(file, piece)
+                    disk.read(file, piece.zero_())
                     dist.send(
                         piece, group=self._group, group_dst=self._ranks.index(delivery.target)
                     )

@@ -215,6 +215,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Check that an optimizer may step; return the arguments of `step` if they must be replaced."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     _check_near(optimizer, params)
+    ledgers = {id(p.ledger): p.ledger for each in params if (p := piece_of(each)) is not None}
+    for ledger in ledgers.values():
+        ledger.steps_begun += 1
     whole = whole_updates.updates_of(optimizer)
     if _checked.get(optimizer) != len(params):
         if whole is None:

@@ -110,6 +110,7 @@ class Ledger:
 
     number: increases from model to model, so that all ranks have any two of them in the same order.
     homes: allocates memory for data that belongs to a bucket, on the bucket's tier.
+    steps_begun: the number of steps of optimizers that have begun, even if they did not end.
     pending: updates on the host that run next to the schedule.
     updates: the object that updates parameters inside backward, if the plan has updates there.
     half_made: the error that ended an update over NVMe on some rank, known to all ranks; reset by a
@@ -128,6 +129,7 @@ class Ledger:
         self.seen_writes = 0
         self.own_writes = 0
         self.handouts = 0
+        self.steps_begun = 0
         self.homes = Homes(world.device, lambda: self.foreign_writes)
         self.pending = HostUpdates()
         self.updates = Updates() if in_backward else None
