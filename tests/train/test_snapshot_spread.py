@@ -17,7 +17,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import ArgumentError, DesyncError, SnapshotError
-from zerofx.snapshot.spread import Courier
+from zerofx.snapshot.spread import Courier, _Disk
 
 
 def disk(home: str, per_host: int = 1) -> Path:
@@ -281,3 +281,12 @@ def test_a_full_disk_fails_the_save_on_all_hosts(pool: Pool, tmp_path: Path, whe
     for said, *names in pool.run(2, failing, str(tmp_path), where):
         assert "No space left on device" in said
         assert names == ["latest", "step-000003"]
+
+
+def test_a_file_that_cannot_be_read_spoils_no_other(tmp_path: Path) -> None:
+    (tmp_path / "whole").write_bytes(b"abc")
+    piece = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(FileNotFoundError, match="gone"), _Disk() as disk:
+        disk.read(disk.opened(tmp_path / "gone", "rb"), piece)
+        disk.read(disk.opened(tmp_path / "whole", "rb"), piece)
+    assert piece.tolist() == list(b"abc")

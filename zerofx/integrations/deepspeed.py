@@ -578,13 +578,13 @@ def _mesh_of(mpu: Any) -> DeviceMesh | None:
     Raises:
         ArgumentError: it has no such group, or slices the model over several ranks.
     """
-    for name in _SLICES:
+    for name, axis in _SLICES.items():
         size = getattr(mpu, name, lambda: 1)()
         if size != 1:
             raise ArgumentError(
                 f"mpu.{name}() is {size}: the model is sliced over {size} ranks, and zerofx does "
                 "not know how. Give a model that is not sliced, and let zerofx cut its layers: "
-                f'zerofx.compile(model, Plan(parallel={{"tensor": {size}}}))'
+                f'zerofx.compile(model, Plan(parallel={{"{axis}": {size}}}))'
             )
     if not hasattr(mpu, "get_data_parallel_group"):
         raise ArgumentError(
@@ -597,13 +597,17 @@ def _mesh_of(mpu: Any) -> DeviceMesh | None:
     return DeviceMesh.from_group(mpu.get_data_parallel_group(), kind)
 
 
-# How over many ranks an mpu object slices the model: DeepSpeed's names, and Megatron-LM's.
-_SLICES = (
-    "get_model_parallel_world_size", "get_tensor_model_parallel_world_size",
-    "get_pipe_parallel_world_size", "get_pipeline_model_parallel_world_size",
-    "get_slice_parallel_world_size", "get_context_parallel_world_size",
-    "get_sequence_parallel_world_size",
-)  # fmt: skip
+# How many ranks an mpu object slices the model over, by the names of DeepSpeed and Megatron-LM; and
+# the axis of a plan that does the same.
+_SLICES = {
+    "get_model_parallel_world_size": "tensor",
+    "get_tensor_model_parallel_world_size": "tensor",
+    "get_slice_parallel_world_size": "tensor",
+    "get_pipe_parallel_world_size": "pipeline",
+    "get_pipeline_model_parallel_world_size": "pipeline",
+    "get_context_parallel_world_size": "context",
+    "get_sequence_parallel_world_size": "context",
+}
 
 
 def _config(args: Any, config: Any, config_params: Any) -> DsConfig:

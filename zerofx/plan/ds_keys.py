@@ -456,7 +456,7 @@ OTHER_OPTIMIZERS = {
         ("onebitadam", "onebitlamb", "zerooneadam"), "gradients are not sent in one bit; use Adam"
     ),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "give optimizer= one of the mup package"),
-    "muon": "give initialize(optimizer=zerofx.optim.whole_matrices(torch.optim.Muon(matrices)))",
+    "muon": "give optimizer= torch.optim.Muon or a list of optimizers to zerofx.compile",
 }
 _EACH_RATE = _per_group(_rate)
 _WARMUP: dict[str, Reader] = {

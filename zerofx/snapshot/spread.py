@@ -512,10 +512,14 @@ def _bytes(piece: Tensor) -> memoryview:
 
 
 class _Disk:
-    """Files that are read and written until one fails; the first error is raised at the end."""
+    """Files that are read and written one after the other, each until it fails.
+
+    The first error is raised at the end.
+    """
 
     def __init__(self) -> None:
         self._problem: OSError | None = None
+        self._has_failed = False  # the file that is open now
         self._open = ExitStack()
 
     def __enter__(self) -> _Disk:
@@ -527,7 +531,8 @@ class _Disk:
             raise self._problem
 
     def opened(self, path: Path, mode: str) -> BinaryIO | None:
-        """Close the file before and open this one; return None once a file has failed."""
+        """Close the file before and open this one; return None if that fails."""
+        self._has_failed = False
         found: Any = self._tried(path, lambda: path.open(mode))
         self._open.close()
         return None if found is None else self._open.enter_context(found)
@@ -554,13 +559,13 @@ class _Disk:
             self._tried(Path(file.name), lambda: os.fsync(file.fileno()))
 
     def _tried(self, path: Path, step: Callable[[], Any]) -> Any:
-        if self._problem is not None:
+        if self._has_failed:
             return None
         try:
             return step()
         except OSError as error:
             error.filename = error.filename or str(path)
-            self._problem = error
+            self._problem, self._has_failed = self._problem or error, True
             return None
 
 
