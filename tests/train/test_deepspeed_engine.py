@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from jobs import check_equal, error_of, launched, numbers
 from pool import Pool
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, TensorDataset
@@ -346,6 +347,48 @@ def test_the_same_script_under_deepspeed(stage: int, tmp_path: Path) -> None:
             assert mine["lr"] == pytest.approx(other["lr"], rel=1e-12, abs=0)
             assert mine["norm"] == pytest.approx(other["norm"], rel=1e-5)
     assert ours["counts"] == theirs["counts"]
+
+
+@pytest.mark.slow
+def test_engines_train_as_with_distributed_data_parallel(tmp_path: Path) -> None:
+    """20 updates of 4 micro-batches, clipped, evaluated; resumed by other ranks, other stages."""
+    found = launched("engine_job.py", 2, tmp_path, [
+        {"name": "plain", "kind": "plain"},
+        {"name": "three", "kind": "ours"},
+        {"name": "one", "kind": "ours", "config": {"zero_optimization": {"stage": 1}}},
+    ])  # fmt: skip
+    plain = found.pop("plain")
+    assert len(numbers(plain, "loss")) == 20 and len(numbers(plain, "eval_loss")) == 4
+    two = {"zero_optimization": {"stage": 2}}
+    again = launched("engine_job.py", 1, tmp_path, [
+        {"name": "three-two", "kind": "ours", "resume": "three", "config": two},
+        {"name": "alone", "kind": "ours"},
+    ])  # fmt: skip
+    again |= launched("engine_job.py", 2, tmp_path, [
+        {"name": "alone-three", "kind": "ours", "resume": "alone"}
+    ])  # fmt: skip
+    for name, each in (found | again).items():
+        check_equal(each, plain, first=10 if "-" in name else 0)
+
+
+@pytest.mark.slow
+@needs_deepspeed
+def test_twenty_updates_beside_deepspeed(tmp_path: Path) -> None:
+    """Losses and norms are DeepSpeed's; bf16 is as close to fp64 as DeepSpeed's own."""
+    half = {"bf16": {"enabled": True}}
+    found = launched("engine_job.py", 2, tmp_path, [
+        {"name": "theirs", "kind": "theirs"},
+        {"name": "ours", "kind": "ours"},
+        {"name": "exact", "kind": "plain", "double": True},
+        {"name": "theirs-half", "kind": "theirs", "config": half},
+        {"name": "ours-half", "kind": "ours", "config": half},
+    ])  # fmt: skip
+    assert numbers(found["ours"]) == pytest.approx(numbers(found["theirs"]), rel=1e-6, abs=1e-12)
+    for kind in ("loss", "eval_loss", "grad_norm"):
+        mine, theirs = (
+            error_of(found[name], found["exact"], kind) for name in ("ours-half", "theirs-half")
+        )
+        assert 0 < mine < 1.5 * theirs, kind
 
 
 @pytest.mark.slow

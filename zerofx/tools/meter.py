@@ -24,6 +24,7 @@ from zerofx.ir.settle import with_sizes
 
 _GRAPHS = {"forward": FORWARD, "backward": BACKWARD}
 _POINTS = 3  # of each size: operations grow with its square at most, so three give them exactly
+_MOST_KNOWN = 4096  # combinations of sizes whose operations are kept
 
 Numbers = dict[str, float | int | None]
 
@@ -71,6 +72,7 @@ class Meter:
         self._world = self._own.world
         self._costs: weakref.WeakKeyDictionary[Any, _Cost] = weakref.WeakKeyDictionary()
         self._flops, self._step, self._own_s = 0.0, 0, 0.0
+        self._predicted_bytes: int | None = None
         self._began = time.perf_counter()
         self._waited_s = self._world.waited_s
         self._own.engine.tally = self._note
@@ -106,7 +108,7 @@ class Meter:
             "wait_share": (waited_s - self._waited_s) / seconds if is_host else None,
             "skipped_steps": scaler.num_skipped if scaler is not None else 0,
             "peak_bytes": None if is_host else self._peak_bytes(),
-            "predicted_bytes": max((c.peak_bytes for c in self._costs.values()), default=None),
+            "predicted_bytes": self._predicted_bytes,
         }
         self._flops, self._waited_s, self._began = 0.0, waited_s, now
         self._own_s += time.thread_time() - began
@@ -147,6 +149,7 @@ class Meter:
                 if bound.executable is executable
             )
             cost = self._costs[executable] = _Cost(program)
+            self._predicted_bytes = max(cost.peak_bytes, self._predicted_bytes or 0)
             began = time.thread_time()
         if half == "forward" and cost.symbols:
             call.sizes = cost.sizes_of(call.leaves)
@@ -165,6 +168,7 @@ class _Cost:
         grids = [_points(program, name, hints[name]) for name in self.symbols]
         self._grids = grids
         self._found: dict[str, list[float]] = {half: [] for half in _GRAPHS}
+        self._known: dict[tuple[Any, ...], float] = {}
         for values in itertools.product(*grids):
             sizes = dict(zip(self.symbols, values, strict=True))
             settled = with_sizes(program, sizes) if sizes else program
@@ -176,6 +180,15 @@ class _Cost:
         found = self._found[half]
         if not sizes:
             return found[0]
+        key = (half, *sizes.values())
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._interpolated(found, sizes)
+        return known
+
+    def _interpolated(self, found: list[float], sizes: Mapping[str, float]) -> float:
         weights = [_weights(g, sizes[n]) for n, g in zip(self.symbols, self._grids, strict=True)]
         products = map(math.prod, itertools.product(*weights))
         return sum(w * value for w, value in zip(products, found, strict=True))

@@ -92,8 +92,7 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
     accelerator.save_model(model, str(out / run.name))
     accelerator.free_memory()
     AcceleratorState._reset_state()  # the next run may have another precision
-    weights = float(sum(v.double().abs().sum() for v in state.values()))
-    return {"logged": logged, "weights": weights}
+    return {"logged": logged, "weights": {name: value.tolist() for name, value in state.items()}}
 
 
 @torch.no_grad()
