@@ -162,12 +162,17 @@ def damaged(home: str) -> Any:
 
 
 @pytest.mark.parametrize("damage", ["cut", "no manifest", "values"])
-def test_a_damaged_part_is_not_taken(pool: Pool, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_part_is_not_taken(
+    pool: Pool, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     pool.run(2, job, str(tmp_path), STAGE_0, (1,), "forward", may_die=True)
     part = next(p for p in (tmp_path / "run").glob(".rescue-*-0") if "-of-" not in p.name)
     file = {"cut": "__0_0.distcp", "no manifest": "zerofx.json", "values": "values.pt"}[damage]
     data = (part / file).read_bytes()
     (part / file).unlink() if damage == "no manifest" else (part / file).write_bytes(data[:-9])
+    if damage == "values":
+        rescue_module._look(part.parent)
+        assert f"{part} is left out: " in caplog.text
     assert pool.run(2, damaged, str(tmp_path)) == [4, 4]
     assert not (tmp_path / "run/step-000005").exists()
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import ArgumentError, DesyncError, SnapshotError
-from zerofx.snapshot.spread import Courier, _Disk
+from zerofx.snapshot.spread import Courier, _Disk, look
 
 
 def disk(home: str, per_host: int = 1) -> Path:
@@ -137,7 +137,9 @@ def test_without_copies_each_file_is_on_one_host(pool: Pool, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut", "no manifest", "torn manifest", "newer gone"])
-def test_copies_replace_what_is_damaged(pool: Pool, tmp_path: Path, damage: str) -> None:
+def test_copies_replace_what_is_damaged(
+    pool: Pool, tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     seen = pool.run(2, saved, str(tmp_path), 1)[0]
     newest, wanted = tmp_path / "disk-0/run/step-000002", 2
     if damage in ("flipped", "cut"):
@@ -149,6 +151,8 @@ def test_copies_replace_what_is_damaged(pool: Pool, tmp_path: Path, damage: str)
         (newest / "zerofx.json").unlink()
     elif damage == "torn manifest":
         (newest / "zerofx.json").write_text("{")
+        assert [sight.name for sight in look(newest.parent)] == ["step-000001"]
+        assert f"{newest} is left out: " in caplog.text
     else:  # on all hosts: the older one is taken
         for host in (0, 1):
             (tmp_path / f"disk-{host}/run/step-000002/__0_0.distcp").unlink()

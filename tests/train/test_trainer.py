@@ -25,7 +25,8 @@ def test_trainers_train_as_with_distributed_data_parallel(tmp_path: Path) -> Non
         {"name": "given", "kind": "given", "arguments": {**SAVES, "save_only_model": True}},
         {"name": "three", "kind": "ours", "arguments": SAVES},
         {"name": "one", "kind": "ours", "arguments": SAVES, "plan": {"stage": 1}, "before": True},
-        {"name": "recompute", "kind": "ours", "arguments": {**SAVES, "gradient_checkpointing": True}},
+        {"name": "recompute", "kind": "ours",
+         "arguments": {**SAVES, "gradient_checkpointing": True}},
     ])  # fmt: skip
     plain = found.pop("plain")
     assert len(numbers(plain, "loss")) == 20 and len(numbers(plain, "eval_loss")) == 4
@@ -51,6 +52,20 @@ def test_trainers_train_as_with_distributed_data_parallel(tmp_path: Path) -> Non
     again = launched("trainer_job.py", 2, tmp_path, runs)["alone-three"]
     late = {"logged": [e for e in again["logged"] if e["step"] > 10]}
     check_equal({**again, **late}, plain, first=10)
+
+
+@pytest.mark.slow
+def test_rows_batched_by_length_train_alike_with_few_programs(tmp_path: Path) -> None:
+    """Lengths of 6 to 16 tokens: transformers batches similar ones, and pads to multiples of 4."""
+    varied = {"is_varied": True, "arguments": {"train_sampling_strategy": "group_by_length"}}
+    found = launched("trainer_job.py", 2, tmp_path, [
+        {"name": "plain", "kind": "plain", **varied},
+        {"name": "given", "kind": "given", **varied},
+        {"name": "ours", "kind": "ours", **varied},
+    ])  # fmt: skip
+    for name in ("given", "ours"):
+        check_equal(found[name], found["plain"])
+        assert 1 <= found[name]["programs"] <= 4
 
 
 @pytest.mark.slow

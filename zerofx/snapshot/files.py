@@ -124,6 +124,17 @@ def is_own(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, VALUES, MARK))
 
 
+@contextlib.contextmanager
+def damaged_left_out(folder: Path) -> Iterator[None]:
+    """Leave the block, with a warning, if a snapshot in it is damaged; silently if it is gone."""
+    try:
+        yield
+    except (FileNotFoundError, Replaced):  # another save has removed it, or is publishing
+        return
+    except (SnapshotError, OSError) as error:
+        log.warning("zerofx: %s is left out: %s", folder, error)
+
+
 class OpenSnapshot:
     """An open snapshot: its directory, its manifest and its files, all of one save.
 

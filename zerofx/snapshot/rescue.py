@@ -281,11 +281,11 @@ class FoundPart:
 
 
 def _look(folder: Path) -> list[FoundPart]:
-    """Return the whole parts in a directory."""
+    """Return the whole parts in a directory; a warning names the others."""
     found = []
     for name in _names(folder):
         if _PART.fullmatch(name):
-            with suppress(SnapshotError, OSError, Replaced):
+            with files.damaged_left_out(folder / name):
                 snapshot = files.OpenSnapshot(folder / name)
                 with closing(snapshot), snapshot.watched():
                     snapshot.check(0, 1)

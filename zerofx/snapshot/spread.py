@@ -202,11 +202,11 @@ class Candidate:
 
 
 def look(folder: Path) -> list[Sight]:
-    """Return what this host has of spread snapshots; damaged manifests count as not there."""
+    """Return what this host has of spread snapshots; a warning names damaged manifests."""
     is_one = (folder / target.MANIFEST).exists()
     found = []
     for each in [folder] if is_one else series.snapshots_in(folder):
-        with contextlib.suppress(SnapshotError, OSError, Replaced):
+        with files.damaged_left_out(each):
             snapshot = files.OpenSnapshot(target.place(each))
             with contextlib.closing(snapshot), snapshot.watched():
                 if not snapshot.is_spread:

@@ -1,8 +1,9 @@
 """One rank of TRL's SFTTrainer on a model of transformers, plain or compiled.
 
-    torchrun --nproc-per-node 2 sft_job.py OUT KIND        # KIND: plain, ours
+    torchrun --nproc-per-node 2 sft_job.py OUT KIND [packed]        # KIND: plain, ours
 
-Writes losses and gradient norms by step, and the weights' sum, to OUT/<kind>.json.
+packed: rows are packed by TRL. Writes losses and gradient norms by step, and the weights' sum, to
+OUT/<kind>.json.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import datasets
 import torch
 import trl
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from trainer_job import characters
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import zerofx
 from zerofx.integrations import transformers as ours
@@ -26,18 +28,7 @@ class ShardedSFTTrainer(ours.TrainerMixin, trl.SFTTrainer):  # as in docs/from-t
     pass
 
 
-def words() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of single characters."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
-    text = "abcdefghijklmnopqrstuvwxyz "
-    table = {c: i for i, c in enumerate(["<pad>", "<end>", "?", *text])}
-    made = Tokenizer(models.WordLevel(table, unk_token="?"))
-    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
-
-
-def main(out: Path, kind: str) -> None:
+def main(out: Path, kind: str, is_packed: bool) -> None:
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 32}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -48,7 +39,7 @@ def main(out: Path, kind: str) -> None:
         str(out / kind), max_steps=10, logging_steps=1, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, report_to=[],
         save_strategy="no", use_cpu=True, bf16=False, fp16=False, disable_tqdm=True, seed=1,
-        gradient_checkpointing=False, max_length=32,
+        gradient_checkpointing=False, max_length=32, packing=is_packed, packing_strategy="wrapped",
     )  # fmt: skip
     more: dict[str, Any] = {}
     cls: Any = trl.SFTTrainer
@@ -57,7 +48,7 @@ def main(out: Path, kind: str) -> None:
             "plan": zerofx.Plan(stage=3, kernels="aten", differentiate="all")
         }  # fmt: skip
     trainer = cls(
-        model=model, args=arguments, processing_class=words(),
+        model=model, args=arguments, processing_class=characters(),
         train_dataset=datasets.Dataset.from_list(rows), **more,
     )  # fmt: skip
     trainer.train()
@@ -73,4 +64,4 @@ def main(out: Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), sys.argv[2], "packed" in sys.argv[3:])

@@ -16,9 +16,15 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedTokenizerFast,
+)
 
 import zerofx
 from zerofx.integrations import transformers as ours
@@ -42,12 +48,17 @@ class Run:
     is_best: bool = False
     before: bool = False  # evaluate before training
     double: bool = False  # weights in fp64
+    is_varied: bool = False  # rows of 6 to 16 tokens, batched by length and padded to 4, 8, ...
 
 
 class Tokens(Dataset[dict[str, Any]]):
-    """Random tokens, masked labels, different in number, and a column that no model takes."""
+    """Random tokens, masked labels, different in number, and a column that no model takes.
 
-    def __init__(self, num_rows: int) -> None:
+    is_cut: rows end where their labels do.
+    """
+
+    def __init__(self, num_rows: int, is_cut: bool = False) -> None:
+        self._is_cut = is_cut
         generator = torch.Generator().manual_seed(1)
         self._rows = torch.randint(3, 64, (num_rows, 16), generator=generator)
         self._ends = torch.randint(6, 16, (num_rows,), generator=generator).tolist()
@@ -56,6 +67,9 @@ class Tokens(Dataset[dict[str, Any]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if self._is_cut:
+            row = self._rows[index][: self._ends[index]]
+            return {"input_ids": row, "labels": row.clone()}
         labels = self._rows[index].clone()
         labels[self._ends[index] :] = -100
         return {"input_ids": self._rows[index], "labels": labels, "unused": "text"}
@@ -68,6 +82,15 @@ def gpt() -> Any:
         eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
     return GPT2LMHeadModel(config)
+
+
+def characters() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single characters."""
+    text = "abcdefghijklmnopqrstuvwxyz "
+    table = {c: i for i, c in enumerate(["<pad>", "<end>", "?", *text])}
+    made = Tokenizer(models.WordLevel(table, unk_token="?"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>", pad_token="<pad>")
 
 
 def arguments_of(run: Run, out: Path) -> dict[str, Any]:
@@ -88,11 +111,15 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
     theirs: Any = transformers
     mine: Any = ours
     library: Any = mine if run.kind == "ours" else theirs
-    extra = {"plan": plan} if run.kind == "ours" else {}
+    extra: dict[str, Any] = {"plan": plan} if run.kind == "ours" else {}
     if run.kind == "given":
         zerofx.compile(model, plan)
     arguments = library.TrainingArguments(**arguments_of(run, out))
-    data, held_out = Tokens(1024), Tokens(64)
+    data, held_out = Tokens(1024, run.is_varied), Tokens(64, run.is_varied)
+    if run.is_varied:
+        extra["data_collator"] = transformers.DataCollatorForSeq2Seq(
+            characters(), pad_to_multiple_of=4
+        )
     trainer = library.Trainer(model, arguments, train_dataset=data, eval_dataset=held_out, **extra)
     found: dict[str, Any] = {"labels": trainer.label_names}
     if run.before:
@@ -110,6 +137,7 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
         found["architectures"] = read.config.architectures
         found["same"] = all(torch.equal(state[k], v) for k, v in read.state_dict().items())
         found["best"] = trainer.state.best_model_checkpoint
+        found["programs"] = len(model.programs) if run.kind != "plain" else 0
         found["weights"] = {name: value.tolist() for name, value in state.items()}
     return found
 

@@ -47,6 +47,8 @@ from zerofx.snapshot.sources.chunk_files import Boxed, Chunk
 from zerofx.snapshot.sources.source import read_whole
 from zerofx.tools.demo.measure import PeakMemory
 
+transformers: Any = pytest.importorskip("transformers")
+
 DEEPSPEED = Path(__file__).parents[2] / "snapshots" / "deepspeed-0.19.5"
 MEGATRON = DEEPSPEED.with_name("megatron-core-0.16.1")
 TAG = "global_step3"
@@ -389,8 +391,27 @@ class Deep(nn.Module):
         return self.layers(x).square().mean()
 
 
-def peak_of_load(folder: str) -> tuple[int, int, int]:
-    """Return (bytes of the largest tensor, of this rank's shards and states, of the peak)."""
+LARGEST = 256 * 256 * 4  # bytes of each weight of `Deep`, which are alike
+FEW = 8192  # step counts, options, what ranks agree on
+OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def held(model: nn.Module, num_tensors: int) -> int:
+    """Return the bytes of this rank's shards, and of states of the same size."""
+    return sum(num_tensors * p.to_local().nbytes for p in model.parameters())  # type: ignore
+
+
+def peak_of_load(folder: str) -> tuple[int, int]:
+    """Return (bytes of this rank's shards and states, of the peak) while a folder is loaded."""
+    with PeakMemory(torch.device("cpu")) as memory:
+        model = zerofx.compile(Deep(), {"kernels": "aten"})
+        optimizer = torch.optim.AdamW(model.parameters())
+        with memory.step():
+            zerofx.load(folder, model, optimizer)
+    return held(model, 3), memory.steps[0].high_bytes
+
+
+def peak_with_fsdp2(folder: str) -> tuple[int, int]:
     model: Any = Deep()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer: Any = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -399,23 +420,83 @@ def peak_of_load(folder: str) -> tuple[int, int, int]:
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
     del model, optimizer, weights, states
-    with PeakMemory(torch.device("cpu")) as memory:
-        model = zerofx.compile(Deep(), {"kernels": "aten"})
-        optimizer = torch.optim.AdamW(model.parameters())
-        with memory.step():
-            zerofx.load(folder, model, optimizer)
-    largest = 256 * 256 * 4
-    return (
-        largest,
-        sum(3 * p.to_local().nbytes for p in model.parameters()),
-        (memory.steps[0].high_bytes),
-    )
+    return peak_of_load(folder)
 
 
-def test_a_load_takes_the_shards_and_less_than_a_tensor(pool: Pool, tmp_path: Path) -> None:
-    few = 1024  # step counts
-    for largest, shards, peak in pool.run(2, peak_of_load, str(tmp_path)):
-        assert peak <= shards + largest + few, (peak, shards, largest)
+def write_as_deepspeed(folder: Path, stage: int, ranks: int = 2) -> None:
+    """Write a checkpoint of `Deep` in the layout of DeepSpeed's files, of any number of ranks."""
+    state = Deep().state_dict()
+    shapes = {name: value.shape for name, value in state.items()}
+    weights = [value.flatten() for value in state.values()]
+    folder.mkdir()
+    for rank in range(ranks):
+        if stage == 3:
+            flat = torch.cat([value.chunk(ranks)[rank] for value in weights])
+        else:
+            flat = torch.cat(weights).chunk(ranks)[rank].clone()
+        moments = {"step": 3, "exp_avg": flat * 2, "exp_avg_sq": flat.square()}
+        base = {"state": {0: moments}, "param_groups": [{**OPTIONS, "params": [0]}]}
+        inner = (
+            {"fp32_flat_groups": [flat], "partition_count": ranks, "optimizer_state_dict": base}
+            if stage == 3
+            else {"single_partition_of_fp32_groups": [flat], "partition_count": [ranks],
+                  "base_optimizer_state": base}
+        )  # fmt: skip
+        inner["zero_stage"] = stage
+        whole = state if stage < 3 else {name: torch.empty(0) for name in state}
+        common = {"module": dict(whole), "buffer_names": [], "param_shapes": [shapes],
+                  "global_steps": 3, "ds_version": "0.19.5"}  # fmt: skip
+        mp = "mp_rank_00"
+        torch.save({"optimizer_state_dict": inner},
+                   folder / f"zero_pp_rank_{rank}_{mp}_optim_states.pt")  # fmt: skip
+        if stage == 3 or rank == 0:
+            own = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+            torch.save(common, folder / f"{own}{mp}_model_states.pt")
+
+
+def check_loaded(folder: str) -> tuple[int, int]:
+    model = zerofx.compile(Deep(), {"kernels": "aten"})
+    optimizer = torch.optim.AdamW(model.parameters())
+    zerofx.load(folder, model, optimizer)
+    torch.manual_seed(7)
+    for name, value in Deep().state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+    return peak_of_load(folder)
+
+
+def test_loads_take_the_shards_and_less_than_a_tensor(pool: Pool, tmp_path: Path) -> None:
+    """Of folders of FSDP2 and DeepSpeed; the peak is counted over all tensors of a rank."""
+    for shards, peak in pool.run(2, peak_with_fsdp2, str(tmp_path / "fsdp2")):
+        assert peak <= shards + LARGEST + FEW, (peak, shards)
+    for stage in (1, 3):
+        torch.manual_seed(7)
+        write_as_deepspeed(tmp_path / f"zero{stage}", stage, ranks=4)
+        for shards, peak in pool.run(2, check_loaded, str(tmp_path / f"zero{stage}")):
+            assert peak <= shards + LARGEST + FEW, (stage, peak, shards)
+
+
+def peak_of_pretrained(folder: str) -> tuple[int, int, int]:
+    """Return bytes: of this rank's shards, of the largest tensor, of the peak of a load."""
+    from zerofx.integrations.transformers import from_pretrained
+
+    with PeakMemory(torch.device("cpu")) as memory, memory.step():
+        model = from_pretrained(transformers.GPT2LMHeadModel, folder, {"kernels": "aten"})
+    plain = transformers.GPT2LMHeadModel.from_pretrained(folder).state_dict()
+    found = model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+    largest = max(value.nbytes for value in plain.values())
+    return held(model, 1), largest, memory.steps[0].high_bytes
+
+
+@pytest.mark.slow
+def test_pretrained_models_are_loaded_by_shards(pool: Pool, tmp_path: Path) -> None:
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=16, n_layer=6, n_embd=128, n_head=2, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="1MB")
+    for shards, largest, peak in pool.run(2, peak_of_pretrained, str(tmp_path)):
+        assert peak <= shards + largest, (peak, shards, largest)
 
 
 # -- boxes, names ----------------------------------------------------------------------------------
