@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,49 @@ def test_a_script_on_two_ranks_trains_saves_and_goes_on(
     assert (tmp_path / "latest").read_text() == "global_step2"
     whole = torch.load(tmp_path / "pytorch_model.bin")
     assert all(torch.equal(whole[name], value) for name, value in found["state"].items())
+
+
+def alone(folder: str) -> str:
+    engine = begun()
+    with pytest.raises(zerofx.errors.ZerofxError) as caught:
+        if engine.global_rank == 0:
+            engine.save_checkpoint(folder)
+        else:
+            engine(DATA[:2])
+    return str(caught.value)
+
+
+def test_a_save_of_one_rank_alone_is_named(pool: Pool, tmp_path: Path) -> None:
+    began = time.perf_counter()
+    for said in pool.run(2, alone, str(tmp_path / "run")):
+        assert "rank 0" in said and "save" in said
+    assert time.perf_counter() - began < 60 and not (tmp_path / "run").exists()
+
+
+def test_lamb_and_one_cycle_train_as_without_an_engine() -> None:
+    """As in DeepSpeed's BERT tutorial, whose config the two sections are from."""
+    lamb = {"lr": 1e-2, "weight_decay": 0.01, "max_coeff": 0.3, "min_coeff": 0.01}
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 2,
+             "decay_step_size": 1, "decay_lr_rate": 0.5}  # fmt: skip
+    engine = begun(
+        optimizer={"type": "Lamb", "params": {**lamb, "max_grad_norm": 0.1}}, gradient_clipping=None,
+        scheduler={"type": "OneCycle", "params": cycle},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    plain = Net()
+    optimizer = zerofx.optim.Lamb(plain.parameters(), **lamb)  # type: ignore[arg-type]
+    scheduler = schedules.OneCycle(optimizer, **cycle)
+    for number in range(6):
+        rows = DATA[number * 2 : number * 2 + 4]
+        assert engine.get_lr() == [optimizer.param_groups[0]["lr"]]
+        update(engine, rows)
+        plain(rows).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(engine.module.state_dict()[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_boundaries_are_counted_set_or_left_to_the_script() -> None:

@@ -589,9 +589,19 @@ def _any_config(draw: random.Random) -> dict[str, Any]:
     return config
 
 
+def _paths(config: dict[str, Any], prefix: str = "") -> Any:
+    """Yield the full name of every key and section."""
+    for key, value in config.items():
+        yield f"{prefix}{key}"
+        if isinstance(value, dict):
+            yield from _paths(value, f"{prefix}{key}.")
+
+
 def _names_a_key(message: str, config: dict[str, Any]) -> bool:
-    found = re.findall(r"[\w.]+", message)
-    return any(name.partition(".")[0] in config for name in found)
+    """Return whether a message has the full name of a key, or of one that a section lacks."""
+    paths = set(_paths(config))
+    words = [word.rstrip(".") for word in re.findall(r"[\w.]+", message)]
+    return any(word in paths or word.rpartition(".")[0] in paths for word in words)
 
 
 @pytest.mark.parametrize("num", [400, pytest.param(5000, marks=pytest.mark.slow)])
