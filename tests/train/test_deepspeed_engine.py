@@ -142,9 +142,10 @@ def test_lamb_and_one_cycle_train_as_without_an_engine() -> None:
     cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 2e-2, "cycle_first_step_size": 2,
              "decay_step_size": 1, "decay_lr_rate": 0.5}  # fmt: skip
     engine = begun(
-        optimizer={"type": "Lamb", "params": {**lamb, "max_grad_norm": 0.1}}, gradient_clipping=None,
+        optimizer={"type": "Lamb", "params": {**lamb, "max_grad_norm": 0.1}},
+        gradient_clipping=None,
         scheduler={"type": "OneCycle", "params": cycle},
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
     plain = Net()
     optimizer = zerofx.optim.Lamb(plain.parameters(), **lamb)  # type: ignore[arg-type]
