@@ -19,6 +19,7 @@ from zerofx.ir.program import (
     Planned,
     Reference,
     Stage,
+    Sum,
     Unproved,
     Wire,
 )
@@ -82,6 +83,8 @@ _STAGE = schema.record(
         "wires": schema.sequence(_WIRE),
         "results": schema.sequence(_WIRE),
         "trained": schema.sequence(_TEXT),
+        "captured": schema.mapping(_TEXT, _TEXT),
+        "sums": schema.mapping(_TEXT, schema.anything),
         "num_leaves": _COUNT,
         "num_outputs": _COUNT,
     }
@@ -231,6 +234,8 @@ def _stage(stage: Stage) -> dict[str, Any] | None:
         "wires": list(map(_wire, stage.wires)),
         "results": list(map(_wire, stage.results)),
         "trained": list(stage.trained),
+        "captured": dict(stage.captured),
+        "sums": dict(stage.sums),
         "num_leaves": stage.num_leaves,
         "num_outputs": stage.num_outputs,
     }
@@ -257,7 +262,18 @@ def read_stage(said: dict[str, Any] | None) -> Stage:
         return Wire(value=made, lies=(R, tuple(shape)), **fields)
 
     lists = {k: tuple(map(wire, said[k])) for k in ("wires", "results")}
-    return Stage(**{**said, **lists, "trained": tuple(said["trained"])})
+    sums = {name: _sum(row, name) for name, row in said["sums"].items()}
+    return Stage(**{**said, **lists, "trained": tuple(said["trained"]), "sums": sums})
+
+
+def _sum(row: Any, name: str) -> Sum:
+    """Return what was written as lists in a file; they nest as deeply as there are summands."""
+    if isinstance(row, list) and len(row) == 2:
+        if isinstance(row[0], int) and isinstance(row[1], str):
+            return row[0], row[1]
+        if isinstance(row[0], list):
+            return _sum(row[0], name), _sum(row[1], name)
+    raise schema.FormError(f"stage.sums.{name} is no sum: {str(row)[:80]}")
 
 
 def _hardware(hardware: Hardware) -> dict[str, Any]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum, auto
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import fx
@@ -233,11 +233,17 @@ class Wire:
     lies: tuple[Any, Any] = (R, ())
 
 
+Sum: TypeAlias = "tuple[Sum, Sum] | tuple[int, str]"
+"""A pair of sums that are added, or the position of a pipeline stage and a summand's digest."""
+
+
 @dataclass(frozen=True)
 class Stage:
     """Which part of a pipeline a program is: the pipeline stage at `position`, of `size` in all.
 
-    wires: all of the pipeline, in the order in which each stage sends and takes them.
+    wires: all of the pipeline, in the order in which each stage sends and takes them. captured:
+    label -> digest of each output of the whole program. sums: for a parameter that several stages
+    may hold, its captured gradient as the sum of what these stages have.
     results: the user's outputs, each with the stage that makes it. trained: the parameters that any
     stage has gradients for. num_leaves, num_outputs: how many the user's call has; those of wires
     are numbered from there. saved_bytes: what each stage of the same rank saves of a micro-batch,
@@ -249,9 +255,23 @@ class Stage:
     wires: tuple[Wire, ...] = ()
     results: tuple[Wire, ...] = ()
     trained: tuple[str, ...] = ()
+    captured: Mapping[str, str] = field(default_factory=dict)
+    sums: Mapping[str, Sum] = field(default_factory=dict)
     num_leaves: int = 0
     num_outputs: int = 0
     saved_bytes: tuple[int, ...] = ()
+
+    def summands(self, name: str) -> dict[int, list[str]]:
+        """Return what each stage adds up of a shared parameter's gradient: digests, in order."""
+        found: dict[int, list[str]] = {}
+        stack = [self.sums[name]]
+        while stack:
+            first, second = stack.pop()
+            if isinstance(first, int):
+                found.setdefault(first, []).append(str(second))
+            else:
+                stack += [second, first]  # type: ignore[list-item]
+        return found
 
     @property
     def hops(self) -> tuple[Hop, ...]:

@@ -17,11 +17,11 @@ from zerofx.ir.graphs import is_compute, root_producer
 from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.order import Crossing, Order
 from zerofx.ir.placing import check_placed
-from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference
+from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference, Sum
 from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
 from zerofx.ir.text import few
 from zerofx.ir.verify_fault import fault, name_of, user_line
-from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest, label_of
+from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest, label_of, sum_digest
 from zerofx.policy import schedules
 
 # -- The outer structure of a program: contiguous regions, saved values, synchronised buffers ------
@@ -147,6 +147,7 @@ def verify(program: Planned) -> None:
     check_precision(program)
     check_placed(program)
     check_dataflow(program)
+    check_stage(program)
 
 
 def bounds(program: Program) -> dict[str, Bounded]:
@@ -198,6 +199,58 @@ def check_dataflow(program: Planned) -> None:
         f"the program does not compute what was captured: {names} "
         f"{'differs' if len(wrong) == 1 else 'differ'}; {what}",
     )
+
+
+def check_stage(program: Planned) -> None:
+    """Check that what a pipeline stage must compute is its part of what was captured.
+
+    Together with `check_dataflow` this proves the stage: what it sends has the digest that its
+    receiver relies on, its outputs and gradients are captured ones, and the parts of a gradient
+    that several stages have are in sum the captured one.
+    """
+    stage, reference = program.stage, program.reference
+    if stage.size == 1 or not isinstance(reference, Reference):
+        return
+    due: dict[str, str | None] = dict(stage.captured)
+    trained = {label_of(Role.GRAD, name) for name in stage.trained}
+    if trained != {label for label in due if label.startswith(f"{Role.GRAD.value} ")}:
+        raise ProgramError(
+            f"{program.model_name}: the gradients that the pipeline stages are to compute "
+            f"({few(sorted(stage.trained))}) are not those that were captured"
+        )
+    for name, terms in stage.sums.items():
+        label = label_of(Role.GRAD, name)
+        if _total(terms) != stage.captured.get(label):
+            raise ProgramError(
+                f"{program.model_name}: what the pipeline stages have of the gradient of {name} is "
+                "not in sum the captured one"
+            )
+        part = stage.summands(name).get(stage.position)
+        due[label] = sum_digest(part) if part else None
+    roles = {FORWARD: (Role.OUTPUT, "later"), BACKWARD: (Role.INPUT_GRAD, "earlier")}
+    for graph, (role, where) in roles.items():
+        for wire in stage.sent(graph):
+            due[label_of(role, f"to_{where}_{wire.name}", wire.output)] = wire.digest
+    for label, made in reference.outputs.items():
+        if due.get(label) != made:
+            raise ProgramError(
+                f"{program.model_name}: {label} of pipeline stage {stage.position} is not what was "
+                "captured"
+            )
+    for name in stage.sums:
+        label = label_of(Role.GRAD, name)
+        if due[label] and label not in reference.outputs:
+            raise ProgramError(
+                f"{program.model_name}: pipeline stage {stage.position} leaves out its part of the "
+                f"gradient of {name}"
+            )
+
+
+def _total(terms: Sum) -> str:
+    early, late = terms
+    if isinstance(early, int):
+        return str(late)
+    return sum_digest([_total(early), _total(late)])  # type: ignore[arg-type]
 
 
 def _first_difference(
@@ -296,12 +349,31 @@ def verify_stages(programs: Sequence[Planned]) -> None:
                 f"stage {wire.target} takes {wire.name} as {_form(value(taken[0]))}, and stage "
                 f"{wire.source} sends it as {_form(wire.value)}"
             )
-    found = {label for program in programs for label in Numbering(program).outputs}
-    if programs[0].is_training:
-        for name in programs[0].stage.trained:
-            if label_of(Role.GRAD, name) not in found:
-                raise ProgramError(f"no stage computes the gradient of {name}")
+    _check_all_is_made(programs)
     _check_schedule(programs)
+
+
+def _check_all_is_made(programs: Sequence[Planned]) -> None:
+    """Check that each captured output has its stage, and each part of a sum its own."""
+    stage = programs[0].stage
+    for program in programs:
+        if (program.stage.captured, program.stage.sums) != (stage.captured, stage.sums):
+            raise ProgramError(
+                f"stage {program.stage.position} is cut from another program than stage 0"
+            )
+    found = [{*Numbering(program).outputs} for program in programs]
+    parts = {label_of(Role.GRAD, name): [*stage.summands(name)] for name in stage.sums}
+    for label in stage.captured:
+        made = [position for position, labels in enumerate(found) if label in labels]
+        if label in parts:
+            if made != sorted(parts[label]):
+                raise ProgramError(
+                    f"stages {made} compute parts of {label}, and stages {sorted(parts[label])} "
+                    "have some"
+                )
+        elif len(made) != 1:
+            by = f"stages {made} compute" if made else "no stage computes"
+            raise ProgramError(f"{by} {label}, which is computed once in what was captured")
 
 
 def _sent(program: Planned) -> list[tuple[OutputInfo, Output]]:

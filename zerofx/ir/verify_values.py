@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import operator
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -213,6 +213,17 @@ class Numbering:
         for offset, (made, where) in packed.contents.items():
             label = label_of(Role.GRAD, bucket.at[offset].name)
             self.outputs[label] = Output(made, self._name, where)
+
+
+def sum_digest(summands: Sequence[str]) -> str:
+    """Return the digest of the sum of values, added from the left."""
+    total, *others = summands
+    formal = _formal(_aten.add.Tensor)
+    assert formal is not None
+    rest = [default for _, default in formal[2:]]
+    for other in others:
+        total = digest(f"{_callee(_aten.add.Tensor)}({','.join([total, other, *rest])})")
+    return total
 
 
 def leaf_digest(role: Role, name: str, index: int = -1) -> str:

@@ -163,6 +163,7 @@ def own_stage(program: Planned) -> OwnStage:
 
     graphs = (FORWARD, BACKWARD)
     held = {p.owner: b.positions for b in program.layout.buckets for p in b.params}
+    layout = describe_layout(program.layout, program.plan)
     wires = [(*map(str, (w.name, w.source, w.target, w.graph, w.digest)),) for w in stage.wires]
     return OwnStage(
         position=stage.position,
@@ -174,7 +175,7 @@ def own_stage(program: Planned) -> OwnStage:
         shared={n: held[n] for n in stage.trained if len(held[n]) > 1},
         loss=program.calling.loss,
         puts_off=reduction.is_put_off(program.layout, program.plan),
-        digest=f"{wires} {describe_layout(program.layout, program.plan)}",
+        digest=f"{wires} {sorted(stage.sums.items())} {layout}",
     )
 
 

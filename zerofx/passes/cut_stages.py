@@ -47,9 +47,10 @@ from zerofx.ir.program import (
     Planned,
     Reference,
     Stage,
+    Sum,
     Wire,
 )
-from zerofx.ir.verify_values import Numbering, label_of
+from zerofx.ir.verify_values import SHORT, Numbering, label_of, sum_digest
 from zerofx.layout.placements import R
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.plan.fields import nearest
@@ -202,8 +203,15 @@ def check_can_be_cut(program: Planned, name: str) -> None:
     """
     specs = program.outputs[name]
     for spec in specs:
-        if spec.role in (Role.BUFFER_UPDATE, Role.INPUT_UPDATE) and program.is_training:
+        if spec.role in (Role.BUFFER_UPDATE, Role.INPUT_UPDATE):
             what = "buffer" if spec.role is Role.BUFFER_UPDATE else "input"
+            if not program.is_training:
+                raise CaptureError(
+                    f"{program.model_name}: forward writes to the {what} {spec.name or spec.index} "
+                    "in an evaluation. With Plan.parallel.pipeline above 1 each stage has some of "
+                    "the layers, and the others would not see it. Return the new value instead, "
+                    "or use pipeline = 1"
+                )
             raise CaptureError(
                 f"{program.model_name}: forward writes to the {what} {spec.name}, as BatchNorm "
                 "does to its running statistics, and with Plan.parallel.pipeline above 1 it runs "
@@ -435,10 +443,12 @@ class Cutting:
 
     def _summands(self, node: fx.Node) -> list[fx.Node]:
         """Split such a sum into its summands if they are computed in different stages."""
-        parts = node.all_input_nodes
-        if node not in self.sums or len({self.stage.get(a) for a in parts}) == 1:
+        if not self._is_divided(node):
             return [node]
-        return [each for part in parts for each in self._summands(part)]
+        return [each for part in node.all_input_nodes for each in self._summands(part)]
+
+    def _is_divided(self, node: fx.Node) -> bool:
+        return node in self.sums and len({self.stage.get(a) for a in node.all_input_nodes}) > 1
 
     def _refuse(self, node: fx.Node, source: fx.Node) -> NoReturn:
         where, param = info(node), info(alias_source(source)).name
@@ -483,14 +493,37 @@ class Cutting:
             if s.role is Role.OUTPUT
         )  # fmt: skip
         program.stage = Stage(
-            position, self.size, tuple(wires), owners, trained, *self._counts(program)
-        )
+            position, self.size, tuple(wires), owners, trained, self._captured(), self._shared(),
+            *self._counts(program),
+        )  # fmt: skip
         rank = position % self.parallel.pipeline  # it holds what its other stages read as well
         program.params = {
             n: p for n, p in program.params.items() if rank in self.parallel.holders(p.positions)
         }
         self._take_reference(wires, position)
         program.signature = f"{program.signature}:{position}"  # no other stage stands for it
+
+    def _captured(self) -> dict[str, str]:
+        whole = self.program.reference
+        assert isinstance(whole, Reference), "stages are cut after merge-tied"
+        return whole.outputs
+
+    def _shared(self) -> dict[str, Sum]:
+        """Return the gradient of each parameter in several stages as the sum of their parts."""
+        return {
+            s.name: self._sum_of(r, self.program.params[s.name].positions)
+            for s, r in self.results
+            if s.role is Role.GRAD
+            and isinstance(r, fx.Node)
+            and len(self.program.params[s.name].positions) > 1
+        }
+
+    def _sum_of(self, node: fx.Node, positions: tuple[int, ...]) -> Sum:
+        if self._is_divided(node):
+            early, late = node.args
+            return self._sum_of(early, positions), self._sum_of(late, positions)  # type: ignore[arg-type]
+        at = self.stage.get(node, positions[0])
+        return max(p for p in positions if p <= at), str(self.numbering.of[node])
 
     @staticmethod
     def _counts(program: Planned) -> tuple[int, int]:
@@ -594,25 +627,22 @@ class Cutting:
         return specs, results
 
     def _take_reference(self, wires: list[Wire], position: int) -> None:
-        """Set the stage's reference: the whole program's entries for what the stage computes."""
-        program = self.program
-        made = Numbering(program)
+        """Set the stage's reference: what it must send, and its part of the captured outputs."""
+        program, whole = self.program, self.program.reference
+        assert isinstance(whole, Reference), "stages are cut after merge-tied"
         kinds = {FORWARD: Role.OUTPUT, BACKWARD: Role.INPUT_GRAD}
         due = {(kinds[w.graph], w.output): w.digest for w in wires if w.source == position}
-        whole = program.reference
-        assert isinstance(whole, Reference), "stages are cut after merge-tied"
-        values = set(whole.values)
-        for label, output in made.outputs.items():
-            spec = next(
-                s for s in program.outputs[self.name] if label_of(s.role, s.name, s.index) == label
-            )
-            expected = due.get((spec.role, spec.index), whole.outputs.get(label))
-            is_part = spec.role is Role.GRAD and len(program.params[spec.name].positions) > 1
-            assert is_part or output.digest == expected, f"{label} is not what the model computes"
-            values.add(output.digest[:6])
-        program.reference = Reference(
-            {label: output.digest for label, output in made.outputs.items()}, frozenset(values)
-        )
+        outputs: dict[str, str] = {}
+        for spec in program.outputs[self.name]:
+            label = label_of(spec.role, spec.name, spec.index)
+            expected = due.get((spec.role, spec.index)) or whole.outputs.get(label)
+            if spec.role is Role.GRAD and spec.name in program.stage.sums:
+                own = program.stage.summands(spec.name).get(position)
+                expected = sum_digest(own) if own else None
+            if expected is not None:
+                outputs[label] = expected
+        values = whole.values | {expected[:SHORT] for expected in outputs.values()}
+        program.reference = Reference(outputs, values)
 
 
 def _sum(graph: fx.Graph, summands: list[fx.Node]) -> fx.Node | None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from tensor_models import MODELS, batch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import zerofx
 from zerofx.errors import CaptureError, PlanError, ProgramError
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Planned
 from zerofx.ir.verify import verify, verify_stages
-from zerofx.passes.cut_stages import balanced
+from zerofx.passes.cut_stages import Cutting, balanced
 from zerofx.policy.schedules import (
     BACKWARD,
     FORWARD,
@@ -74,12 +74,60 @@ def test_broken_stages_are_refused() -> None:
     wires = found[0].stage.wires
     wrong = (replace(wires[0], digest=wires[1].digest), *wires[1:])
     broken = [replace(p, stage=replace(p.stage, wires=wrong)) for p in found]
-    with pytest.raises(ProgramError, match=f"stage 0 does not send {wires[0].name}"):
+    with pytest.raises(ProgramError, match=f"to_later_{wires[0].name}. of pipeline stage 0 is not"):
         verify_stages(broken)
+    swapped = (*wires[:-2], replace(wires[-1], leaf=wires[-2].leaf), wires[-2])
+    others = [replace(p, stage=replace(p.stage, wires=swapped)) for p in found]
+    with pytest.raises(ProgramError, match="stage 1 of 4 is stage 1 of 4, or of another pipeline"):
+        verify_stages([found[0], *others[1:]])
     with pytest.raises(ProgramError, match="the program given as stage 0 of 4 is stage 1"):
         verify_stages([found[1], found[0], *found[2:]])
-    with pytest.raises(ProgramError, match="no stage computes the gradient of x"):
+    with pytest.raises(ProgramError, match=r"to compute \(x\) are not those that were captured"):
         verify_stages([replace(p, stage=replace(p.stage, trained=("x",))) for p in found])
+
+
+def first_only(cutting: Cutting, node: fx.Node, parts: list[fx.Node]) -> list[fx.Node]:
+    return parts[:1]
+
+
+def last_only(cutting: Cutting, node: fx.Node, parts: list[fx.Node]) -> list[fx.Node]:
+    return parts[-1:]
+
+
+def one_twice(cutting: Cutting, node: fx.Node, parts: list[fx.Node]) -> list[fx.Node]:
+    return [*parts, parts[0]]
+
+
+def one_for_all(cutting: Cutting, node: fx.Node, parts: list[fx.Node]) -> list[fx.Node]:
+    return parts[-1:] * len(parts)
+
+
+@pytest.mark.parametrize("wrong", [first_only, last_only, one_twice, one_for_all])
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_parts_of_a_tied_gradient_that_are_not_the_whole_are_refused(
+    name: str, wrong: Callable[..., list[fx.Node]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cut that gives stages other summands than the captured sum has."""
+    right = Cutting._summands
+    monkeypatch.setattr(Cutting, "_summands", lambda self, n: wrong(self, n, right(self, n)))
+    with pytest.raises(ProgramError, match=r"differ|leaves out|not in sum the captured"):
+        verify_stages(stages(name, 2))
+
+
+def test_what_stages_say_of_a_tied_gradient_is_proved() -> None:
+    found = stages("gpt2", 2)
+    [(name, (early, late))] = found[0].stage.sums.items()
+    assert name == "transformer.wte.weight"
+    assert found[0].stage.summands(name).keys() == {0, 1}
+    for sums, said in (
+        ({name: early}, "not in sum the captured one"),
+        ({name: (early, early)}, "not in sum the captured one"),
+        ({name: ((1 - early[0], early[1]), late)}, "is not what was captured"),
+        ({}, "is not what was captured"),
+    ):
+        for stage in found:
+            with pytest.raises(ProgramError, match=said):
+                verify(replace(stage, stage=replace(stage.stage, sums=sums)))
 
 
 def test_a_stage_that_leaves_out_a_gradient_is_refused() -> None:
