@@ -24,7 +24,7 @@ from zerofx.capture.effects import (
 )
 from zerofx.capture.explain import explained, shorten
 from zerofx.capture.formats import cast_modules, compute_dtypes, dtype_at
-from zerofx.capture.guard import check_device, check_graph, check_modules
+from zerofx.capture.guard import check_device, check_graph, check_modules, dense_tables
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
@@ -114,7 +114,8 @@ def capture(
         swap = StateSwap(model, mode, place, param_meta, computes, ignored)
         casts = cast_modules(model, unit_of_param, computes, compute_dtype, own_dtypes)
         given_in = dtype_at(entry.path, compute_dtype, own_dtypes)
-        with swap.installed(), annotated(model, casts):
+        tables = dense_tables(entry.modules(model).values())
+        with tables, swap.installed(), annotated(model, casts):
             params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
             buffers = canonical_buffers(model)
             harness = Harness(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -171,13 +172,6 @@ def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[st
         CaptureError: names the module or parameter.
     """
     check_wrappers(model)
-    for name, module in entry.modules(model).items():
-        is_sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
-        if is_sparse and module.weight.requires_grad and torch.is_grad_enabled():
-            raise CaptureError(
-                f"capture: {name or 'the model'} asks for sparse gradients, which have no fixed "
-                "size. Make it with sparse=False, and let Plan(sparse_gradients=True) send rows"
-            )
     for name, param in entry.parameters(model).items():
         if name not in ignored and has_gradient_hooks(param):
             raise CaptureError(
@@ -185,6 +179,24 @@ def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[st
                 "register_post_accumulate_grad_hook after zerofx.compile, or hook the tensor "
                 "inside forward"
             )
+
+
+@contextmanager
+def dense_tables(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let tables with `sparse=True` have gradients of a fixed size within the block.
+
+    Optimizers that take sparse gradients change the parameters in the same way with dense ones,
+    except torch.optim.SparseAdam, which raises on them. Plan(sparse_gradients=True) sends rows.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    asking = [module for module in modules if isinstance(module, kinds) and module.sparse]
+    for module in asking:
+        module.sparse = False
+    try:
+        yield
+    finally:
+        for module in asking:
+            module.sparse = True
 
 
 def check_graph(gm: fx.GraphModule) -> None:

@@ -174,9 +174,7 @@ KEYS: dict[str, KeyRule] = {
         _word("mean", "avg", "sum"),
         harmless=("mean", "avg"),
     ),
-    "sparse_gradients": KeyRule(
-        "translated", "sparse_gradients; use sparse=False in nn.Embedding", _switch
-    ),
+    "sparse_gradients": KeyRule("translated", "sparse_gradients, of all tables", _switch),
     "disable_allgather": _scheduled,
     "bf16.enabled": KeyRule(
         "translated", 'precision="bf16"; gradients are summed in fp32 by default', _switch

@@ -30,10 +30,10 @@ DENSE = {ops.all_reduce, ops.reduce_scatter}
 class Reader(nn.Module):
     """A table that is used twice, one of bags, one that the head shares, and a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_sparse: bool = False) -> None:
         super().__init__()
-        self.table = nn.Embedding(ROWS, WIDTH, padding_idx=3)
-        self.bag = nn.EmbeddingBag(777, WIDTH, mode="mean")
+        self.table = nn.Embedding(ROWS, WIDTH, padding_idx=3, sparse=is_sparse)
+        self.bag = nn.EmbeddingBag(777, WIDTH, mode="mean", sparse=is_sparse)
         self.tied = nn.Embedding(50, WIDTH)
         self.head = nn.Linear(WIDTH, 50, bias=False)
         self.head.weight = self.tied.weight
@@ -170,3 +170,53 @@ def test_training_is_that_of_dense_reductions(pool: Pool, stage: int, kind: str)
             assert sent < dense_sent * (0.3, 0.65, 0.65, 0.8)[stage]
         else:  # sums of no_sync, and batches with most rows, are reduced whole
             assert sent < dense_sent * 1.01
+
+
+OPTIMIZERS = {
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def trained_sparsely(optimizer: str) -> list[Tensor]:
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    torch.manual_seed(0)
+    model = zerofx.compile(Reader(is_sparse=True), plan(3))
+    steps = OPTIMIZERS[optimizer](model.parameters())
+    for step in range(4):
+        model(batch(step).chunk(world)[rank]).backward()
+        steps.step()
+        steps.zero_grad()
+    assert model.table.sparse and model.bag.sparse
+    return list(zerofx.full_state_dict(model, rank0_only=False).values())
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_tables_with_sparse_gradients_train_as_in_eager_pytorch(pool: Pool, optimizer: str) -> None:
+    """Eager PyTorch makes sparse gradients there, the program dense ones, sent by rows."""
+    torch.manual_seed(0)
+    plain = Reader(is_sparse=True)
+    steps = OPTIMIZERS[optimizer](plain.parameters())
+    for step in range(4):
+        plain(batch(step)).backward()
+        steps.step()
+        steps.zero_grad()
+    for found in pool.run(2, trained_sparsely, optimizer):
+        for mine, theirs in zip(found, plain.state_dict().values(), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_an_island_trains_them_too() -> None:
+    class Branching(Reader):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 if float(self.table(x).sum()) > 1e9 else 1.0)
+
+    torch.manual_seed(0)
+    model = zerofx.compile(Branching(is_sparse=True), plan(3, islands="auto"))
+    torch.manual_seed(0)
+    plain = Reader(is_sparse=True)
+    for each in (model, plain):
+        each(batch(1)).backward()
+    assert plain.table.weight.grad is not None and plain.table.weight.grad.is_sparse
+    torch.testing.assert_close(model.table.weight.grad, plain.table.weight.grad.to_dense())
