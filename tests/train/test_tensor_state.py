@@ -122,6 +122,10 @@ def check_same(found: Any, expected: Any) -> None:
 
 
 TENSOR = {"stage": 3, "parallel": {"tensor": 2}}
+PIPELINE = {"stage": 3, "parallel": {"pipeline": 2}}
+CUBE = {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}
+TURNS = {"stage": 2, "parallel": {"pipeline": 2, "schedule": "interleaved", "interleave": 2}}
+CONTEXT = {"stage": 3, "parallel": {"context": 2}}
 
 
 @pytest.mark.parametrize(
@@ -136,6 +140,16 @@ TENSOR = {"stage": 3, "parallel": {"tensor": 2}}
         slow("llama", "adamw", (4, {"stage": 1, "parallel": {"tensor": 4}}), (4, TENSOR)),
         slow("bert", "adamw", (4, {**TENSOR, "shard_axis_size": 1}), (3, {"stage": 3})),
         slow("t5", "flat", (4, TENSOR), (4, {"stage": 3})),
+        ("blocks", "adamw", (2, PIPELINE), (2, TENSOR)),
+        slow("llama", "flat", (4, CUBE), (1, {"stage": 3})),
+        slow("gpt2", "adamw", (4, CUBE), (4, {**PIPELINE, "stage": 1})),
+        slow("llama", "sgd", (4, {**PIPELINE, "stage": 2}), (2, TENSOR)),
+        slow("gpt2", "flat", (4, TURNS), (4, {**TENSOR, "stage": 1})),
+        slow("deep", "adamw", (2, TURNS), (4, {"stage": 3, "parallel": {"pipeline": 4}})),
+        slow("t5", "flat", (4, {"stage": 3, "parallel": {"pipeline": 4}}), (3, {"stage": 3})),
+        slow("llama", "flat", (2, CONTEXT), (4, CUBE)),
+        slow("mixtral", "flat", (2, TENSOR), (1, {"stage": 0})),
+        slow("mixtral", "adamw", (2, PIPELINE), (2, TENSOR)),
     ],
 )
 def test_any_layout_loads_any_other(
@@ -150,6 +164,46 @@ def test_any_layout_loads_any_other(
         check_same(found, expected)
     for found in pool.run(first[0], loaded, two, name, kind, first[1]):
         check_same(found, expected)
+
+
+# -- weights alone --------------------------------------------------------------------------------
+def given_out(folder: str, name: str, plan: dict[str, Any]) -> State:
+    model = compiled(name, plan, 0)
+    train(model, stepper("adamw", model), name)
+    zerofx.export(folder, model)
+    return zerofx.full_state_dict(model, rank0_only=False)
+
+
+def taken_in(folder: str, name: str, plan: dict[str, Any]) -> State:
+    model = compiled(name, plan, 1)
+    zerofx.load_weights(model, folder)
+    return zerofx.full_state_dict(model, rank0_only=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "others"),
+    [
+        ("blocks", (2, PIPELINE), [(2, TENSOR)]),
+        slow("llama", (4, CUBE), [(1, {"stage": 0}), (2, CONTEXT), (2, PIPELINE)]),
+        slow("gpt2", (4, {"stage": 3, "parallel": {"tensor": 4}}), [(2, TENSOR), (4, CUBE)]),
+        slow("gpt2", (2, TURNS), [(4, CUBE), (2, {"stage": 2})]),
+        slow("llama", (2, CONTEXT), [(4, CUBE), (2, TENSOR)]),
+        slow("mixtral", (2, PIPELINE), [(2, TENSOR), (1, {"stage": 0})]),
+    ],
+)
+def test_exported_weights_go_to_any_layout(
+    pool: Pool, tmp_path: Path, name: str, first: Any, others: list[Any]
+) -> None:
+    folder = str(tmp_path / "model")
+    expected, *alike = pool.run(first[0], given_out, folder, name, first[1])
+    found = [*alike]
+    for ranks, plan in others:
+        found += pool.run(ranks, taken_in, folder, name, plan)
+    theirs = plain(name, 2)
+    theirs.load_state_dict(expected)  # names and shapes are the model's own
+    for state in found:
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 # -- torch's state dicts, and folders of torch.distributed.checkpoint -----------------------------

@@ -244,6 +244,43 @@ def check_stage(program: Planned) -> None:
                 f"{program.model_name}: pipeline stage {stage.position} leaves out its part of the "
                 f"gradient of {name}"
             )
+    _check_taken(program)
+    _check_summed(program)
+
+
+def _check_taken(program: Planned) -> None:
+    """Check that what a stage reads as a received value is what the sender must send there."""
+    stage = program.stage
+    sent = {(w.graph, w.leaf): w for graph in (FORWARD, BACKWARD) for w in stage.taken(graph)}
+    for name in program.graphs:
+        for node in program.placeholders(name):
+            where = info(node)
+            if not where.digest or where.role is Role.SAVED:  # forward has taken it
+                continue
+            graph = FORWARD if where.role is Role.INPUT else BACKWARD
+            wire = sent.get((graph, where.index))
+            if wire is None or wire.digest != where.digest:
+                what = f"{wire.name} of stage {wire.source}" if wire else "nothing"
+                message = (
+                    f"pipeline stage {stage.position} reads {name_of(node)} as another value than "
+                    f"it is sent: {what}"
+                )
+                raise fault(program, name, node, message)
+
+
+def _check_summed(program: Planned) -> None:
+    """Check that the ranks which have parts of a gradient are those that add them up."""
+    stage, size = program.stage, program.plan.parallel.pipeline
+    for bucket in program.layout.buckets:
+        for param in bucket.params:
+            if param.owner not in stage.sums:
+                continue
+            ranks = sorted({position % size for position in stage.summands(param.owner)})
+            if not {*ranks} <= {*bucket.positions}:
+                raise ProgramError(
+                    f"{program.model_name}: ranks {ranks} of the pipeline have parts of the "
+                    f"gradient of {param.owner}, and ranks {sorted(bucket.positions)} add theirs up"
+                )
 
 
 def _total(terms: Sum) -> str:

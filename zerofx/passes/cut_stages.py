@@ -354,12 +354,27 @@ class Cutting:
         if own is not None and all(self._can_have(own, a) for a in reads):
             wanted = own
         elif reads:
-            wanted = max(self.stage[a] if a in self.stage else max(self.lies[a]) for a in reads)
+            wanted = max(self.stage[a] if a in self.stage else self._read_at(a) for a in reads)
         elif own is not None:
             wanted = own
         else:
             wanted = min(later, default=0)
         return min([wanted, *later])
+
+    def _read_at(self, param: fx.Node) -> int:
+        """Return the last stage whose forward reads a parameter, or a view of it; else holds it.
+
+        Where forward does not read it, it is not gathered.
+        """
+        found: set[int] = set()
+        stack = [param]
+        while stack:
+            for user in stack.pop().users:
+                if user in self.lies:
+                    stack.append(user)
+                elif user in self.forward and user in self.stage:
+                    found.add(self.stage[user])
+        return max(found, default=max(self.lies[param]))
 
     def _sources(self, node: fx.Node) -> list[fx.Node]:
         """Return the inputs of a node, with recomputed nodes replaced by their own inputs."""

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 from mutants import Base, Mutant
 from oracle import Outcome, differences, execute, far_off
@@ -73,7 +74,10 @@ class Tally:
     refused_harmless: list[str] = field(default_factory=list)
 
     def add(self, mutant: Mutant) -> None:
-        harm, refusal = harm_of(mutant), refusal_of(mutant)
+        self.note(mutant, harm_of(mutant), refusal_of(mutant))
+
+    def note(self, mutant: Any, harm: str | None, refusal: str | None) -> None:
+        """Count a mutant, of which the oracle and the verifier say this."""
         cell = ("harmful" if harm else "harmless") + (" refused" if refusal else " accepted")
         self.counts.setdefault(mutant.kind, Counter())[cell] += 1
         if harm and not refusal:

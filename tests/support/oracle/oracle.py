@@ -73,14 +73,14 @@ def execute(
     exchange = Exchange(state.world_size, delivery)
     ranks = [Rank(r, p, state, exchange) for r, p in enumerate(programs)]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        _lock_step([rank.step() for rank in ranks], exchange)
+        lock_step([rank.step() for rank in ranks], exchange)
     exchange.check_finished()
     outcomes = [_outcome(rank) for rank in ranks]
     _assemble(ranks, outcomes)
     return outcomes
 
 
-def _lock_step(steps: list[Generator[None, None, None]], exchange: Exchange) -> None:
+def lock_step(steps: list[Generator[None, None, None]], exchange: Exchange) -> None:
     """Advance each rank to its next block in turn, until all are done."""
     running = dict(enumerate(steps))
     while running:
@@ -112,6 +112,13 @@ def _outcome(rank: Rank) -> Outcome:
     done.shards |= {("grad", b): g for b, g in rank.memory.grads.items()}
     done.shards |= {("param", b): s for b, s in rank.shards.items()}
     return done
+
+
+def mean_gradients(ranks: list[Rank]) -> dict[str, Tensor]:
+    """Return the whole mean gradients of what ranks that share one program have run."""
+    outcomes = [_outcome(rank) for rank in ranks]
+    _assemble(ranks, outcomes)
+    return outcomes[0].gradients
 
 
 def _assemble(ranks: list[Rank], outcomes: list[Outcome]) -> None:
