@@ -47,6 +47,7 @@ from zerofx.ir.meta import (
 from zerofx.ir.placing import Operand, Way, WholeCall, is_item, item, seen, ways, whole_way
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.spec import spec_of
+from zerofx.ir.text import few
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.buckets import CONTEXT
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
@@ -367,9 +368,20 @@ class Place(Pass):
             program.graphs[name] = LazyGraphModule(program.graphs[name], walk.run())
             walk.warn()
             sent += walk.sent
-            whole += walk.whole
-        for what, times in whole.most_common():
-            log.info("%s: %s runs whole on every rank, %d times", program.model_name, what, times)
+            whole.update(
+                {
+                    f"{target} ({line})": n
+                    for (target, line), n in walk.whole.items()
+                    if line not in walk.gathered  # told already
+                }
+            )
+        if whole:
+            named = [f"{what}, {n} times" if n > 1 else what for what, n in whole.most_common()]
+            log.warning(
+                "%s: no rule says how ranks compute parts of %s. The inputs are gathered, and each "
+                "of %d ranks computes all of it",
+                program.model_name, few(named), ranks,
+            )  # fmt: skip
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
         number = sum(p.part is not None for p in cut.values())
         what = "sequences" if self.parallel.value_axis == CONTEXT else f"{number} parameters"
@@ -403,7 +415,7 @@ class Placing:
     made: dict[Any, fx.Node] = field(default_factory=dict)
     views: dict[Any, fx.Node] = field(default_factory=dict)
     sent: Counter[str] = field(default_factory=Counter)
-    whole: Counter[str] = field(default_factory=Counter)
+    whole: Counter[tuple[str, str]] = field(default_factory=Counter)
     narrowed: dict[fx.Node, bool] = field(default_factory=dict)
     named: Counter[str] = field(default_factory=Counter)
     streams: set[tuple[int, int]] = field(default_factory=set)
@@ -617,23 +629,37 @@ class Placing:
         is_seed = self.by_context and node.target is _aten.embedding.default and whole.hints
         if is_seed:
             return next(way for way in ways(whole) if way.gives == whole.hints[0])
+        if node.target in _ATTENTION and not self.by_context:
+            heads = min(operand.shape[1] for operand in whole.operands[:3])
+            if heads % self.ranks:
+                self.gathered[info(node).line] = heads
         if node not in self.wanted and all(operand.now == R for operand in whole.operands):
             return whole_way(whole)
         found = list(ways(whole))
         is_cut = any(isinstance(o.now, Cut) for o in whole.operands)
-        if len(found) == 1 and is_cut:
-            self.whole[f"{node.target} ({info(node).line})"] += 1
+        is_joined = node.target is _aten.amax.default and value(node).numel() * self.ranks == (
+            value(tensors_of(node)[0]).numel()
+        )  # the largest of the ranks' largest logits, which `OpenLosses` asks for
+        if len(found) == 1 and is_cut and not is_joined:
+            self.whole[str(node.target), info(node).line] += 1
         costs = [self._cost(node, whole, way) for way in found]
         way = found[costs.index(min(costs))]
-        if node.target in _ATTENTION and is_cut and way.needs == whole_way(whole).needs:
+        is_gathered = is_cut and way.needs == whole_way(whole).needs
+        if node.target in _ATTENTION and self.by_context and is_gathered:
             self.gathered[info(node).line] = whole.operands[0].shape[1]
         return way
 
     def warn(self) -> None:
-        """Tell of a graph that is not cut over the context axis as its user will expect."""
+        """Tell of a graph that is not cut over the axis as its user will expect."""
+        model, ranks = self.program.model_name, self.ranks
+        for line, heads in self.gathered.items():
+            log.warning(
+                "%s (%s): %d heads are not divided by Plan.parallel.%s = %d: attention is "
+                "gathered, and each of these ranks computes all of it",
+                model, line, heads, self.axis, ranks,
+            )  # fmt: skip
         if not self.by_context:
             return
-        model, ranks = self.program.model_name, self.ranks
         if self.odd:
             lengths = ", ".join(map(str, sorted(self.odd)))
             log.warning(
@@ -647,12 +673,6 @@ class Placing:
                 "so that nothing is cut over Plan.parallel.context = %d: each of these ranks "
                 "computes all",
                 model, ranks,
-            )  # fmt: skip
-        for line, heads in self.gathered.items():
-            log.warning(
-                "%s (%s): %d heads are not divided by Plan.parallel.context = %d: attention is "
-                "gathered, and each of these ranks computes all of it",
-                model, line, heads, ranks,
             )  # fmt: skip
         if self.returned and self.name == JOINT and self.program.plan.differentiate != "all":
             log.warning(

@@ -233,6 +233,54 @@ class Attends(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
+class Sums(nn.Module):
+    """Has an operator without a rule between two products that are cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(torch.renorm(self.fc1(x), 2, 0, 1.0)).sum()
+
+
+def told_by(caplog: pytest.LogCaptureFixture) -> list[str]:
+    records = [r for r in caplog.records if r.name == "zerofx" and r.levelname == "WARNING"]
+    return [r.getMessage() for r in records]
+
+
+@pytest.mark.parametrize("styles", ["cut", "whole"])
+def test_an_operator_without_a_rule_is_told_with_its_line(
+    styles: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    chosen = {"fc1": "colwise", "fc2": "rowwise"} if styles == "cut" else {"fc1": "whole"}
+    program = zerofx.capture(Sums(), (torch.randn(2, 4),))
+    plan = Plan(parallel={"tensor": 2, "placements": chosen}, kernels="aten")
+    verify(run(program, Setting(plan, 2, hardware_for("cpu", None)), until="place"))
+    line = Sums.forward.__code__.co_firstlineno + 1
+    said = told_by(caplog)
+    assert len(said) == (styles == "cut")
+    if said:
+        assert f"aten.renorm.default (test_place.py:{line})" in said[0]
+        assert "inputs are gathered, and each of 2 ranks computes all of it" in said[0]
+
+
+@pytest.mark.parametrize(("heads", "is_told"), [(3, True), (2, False)])
+def test_heads_that_tensor_does_not_divide_are_told(
+    heads: int, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = zerofx.capture(Attends(heads), (torch.randn(1, 8, 12),))
+    plan = Plan(parallel={"tensor": 2, "placements": {"mix": "colwise/3"}}, kernels="aten")
+    verify(run(program, Setting(plan, 2, hardware_for("cpu", None)), until="place"))
+    said = [text for text in told_by(caplog) if "heads" in text]
+    assert bool(said) is is_told
+    if is_told:
+        assert "test_place.py" in said[0]
+        assert (
+            "3 heads are not divided by Plan.parallel.tensor = 2: attention is gathered" in said[0]
+        )
+
+
 @pytest.mark.parametrize(
     ("heads", "length", "said"),
     [
