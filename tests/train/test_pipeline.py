@@ -7,17 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+from measure import ATEN, TOLERANCE, measure
 from pool import Pool
 from tensor_models import MODELS
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.errors import GradientError, PlanError, ProgramError, ShardError, ZerofxError
+from zerofx.errors import (
+    GradientError,
+    PlanError,
+    ProgramError,
+    RecordingError,
+    ShardError,
+    ZerofxError,
+)
 from zerofx.plan.plan import Plan
 
 STEPS = 5
 INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "interleave": 2}
+ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero-bubble"}
 
 
 def make(name: str) -> nn.Module:
@@ -94,6 +103,13 @@ def slow(*values: Any) -> Any:
         slow("gpt2", 4, {"stage": 1, "parallel": {"pipeline": 2, "micro_batches": 4}}),
         slow("t5", 4, {"stage": 3, "parallel": {"pipeline": 4, "schedule": "gpipe"}}),
         slow("gpt2", 2, {"stage": 1, "parallel": INTERLEAVED}),
+        slow("gpt2", 2, {"stage": 1, "parallel": {**ZERO_BUBBLE, "micro_batches": 4}}),
+        slow("llama", 4, {"stage": 3, "parallel": {**ZERO_BUBBLE, "micro_batches": 8}}),
+        slow("t5", 4, {"stage": 2, "parallel": {**ZERO_BUBBLE, "pipeline": 4}}),
+        slow("vit", 2, {"stage": 3, "parallel": ZERO_BUBBLE, "activations": "recompute"}),
+        slow("llama", 2, {"stage": 3, "parallel": ZERO_BUBBLE, "kernels": "inductor"}),
+        slow("llama", 8, {"stage": 3, "parallel": {**ZERO_BUBBLE, "tensor": 2, "sequence": True}}),
+        slow("mixtral", 2, {"stage": 1, "parallel": {**ZERO_BUBBLE, "micro_batches": 4}}),
         slow("deep", 4, {"stage": 2, "parallel": {**INTERLEAVED, "micro_batches": 2}}),
         slow("t5", 2, {"stage": 3, "parallel": {**INTERLEAVED, "interleave": 3}}),
         slow("gpt2", 8, {"stage": 1, "parallel": {**INTERLEAVED, "tensor": 2}}),
@@ -195,7 +211,16 @@ def in_micro_batches(name: str, num: int, plan: dict[str, Any] | None) -> list[T
 
 @pytest.mark.parametrize(
     ("size", "num", "schedule"),
-    [(2, 4, "1f1b"), slow(2, 8, "gpipe"), slow(4, 4, "gpipe"), slow(4, 8, "1f1b")],
+    [
+        (2, 4, "1f1b"),
+        slow(2, 8, "gpipe"),
+        slow(4, 4, "gpipe"),
+        slow(4, 8, "1f1b"),
+        (2, 4, "zero-bubble"),
+        slow(2, 8, "zero-bubble"),
+        slow(4, 4, "zero-bubble"),
+        slow(4, 8, "zero-bubble"),
+    ],
 )
 def test_the_bits_are_those_of_accumulation(pool: Pool, size: int, num: int, schedule: str) -> None:
     expected = in_micro_batches("llama", num, None)
@@ -203,6 +228,14 @@ def test_the_bits_are_those_of_accumulation(pool: Pool, size: int, num: int, sch
     plan = {"stage": 3, "parallel": parallel}
     for found in pool.run(size, in_micro_batches, "llama", num, plan):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_peak_of_zero_bubble_is_the_predicted_one(pool: Pool, size: int) -> None:
+    parallel = {**ZERO_BUBBLE, "pipeline": size, "micro_batches": 4}
+    for found in pool.run(size, measure, "hf-gpt2", {"stage": 3, **ATEN, "parallel": parallel}):
+        assert abs(found.predicted_bytes / found.peak_bytes - 1) < TOLERANCE
 
 
 def refused() -> list[str]:
@@ -225,6 +258,8 @@ def refused() -> list[str]:
     loss.backward()
     expect(GradientError, lambda: loss.backward())
     expect(PlanError, lambda: model.model(six["input_ids"]))
+    other = zerofx.compile(make("llama"), Plan(parallel=ZERO_BUBBLE, kernels="aten"))
+    expect(RecordingError, lambda: zerofx.record(other).__enter__())
     return said
 
 
@@ -234,6 +269,7 @@ def test_what_a_pipeline_cannot_do_is_said(pool: Pool) -> None:
         assert "Call loss.backward() and read p.grad" in said[1]
         assert "hands the gradients of a step out once" in said[2]
         assert "model is called by itself" in said[3]
+        assert "Plan.parallel.schedule = 'zero-bubble' runs other micro-batches" in said[4]
 
 
 def saved(folder: str, plan: dict[str, Any], name: str, saves: bool) -> tuple[list[Tensor], Tensor]:
@@ -319,10 +355,49 @@ def weighted(parallel: dict[str, Any]) -> tuple[str, Tensor, Tensor]:
     return str(caught.value), model.scale.grad.full_tensor(), plain.scale.grad
 
 
-@pytest.mark.parametrize("parallel", [{"pipeline": 2}, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "parallel",
+    [{"pipeline": 2}, INTERLEAVED, ZERO_BUBBLE],
+    ids=["1f1b", "interleaved", "zero-bubble"],
+)
 def test_what_is_cut_by_mistake_is_named(pool: Pool, parallel: dict[str, Any]) -> None:
     for said, mine, theirs in pool.run(2, weighted, parallel):
         assert "cut along dimension 0: those of [8, 8], [8, 8]. If dimension 0 of one" in said
+        torch.testing.assert_close(mine, theirs)
+
+
+def edited_zero_bubble(folder: str) -> tuple[Tensor, Tensor]:
+    """Emit this rank's stage, let no gradients of weights wait, adopt it, and train a step."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(8, 8), Weighted()
+    plan = Plan(parallel={**ZERO_BUBBLE, "micro_batches": 4}, kernels="aten")
+    model = zerofx.compile(copy.deepcopy(plain), plan)
+    model(x).backward()
+    model.zero_grad()
+    rank = model.zerofx.world.rank
+    directory = model.programs[0].emit(f"{folder}/{rank}")
+    path = directory / "pipeline.py"
+    head, step, lines = path.read_text().partition("def step(rt):\n")
+    rows = lines.splitlines()
+    late = [row for row in rows if "backward_weights" in row]
+    moved = []
+    for row in rows:
+        if row not in late:
+            moved.append(row)
+        if "backward_input" in row:
+            moved.append(late.pop(0))
+            late.append(moved[-1])
+    path.write_text(head + step + "\n".join(moved) + "\n")
+    assert (moved != rows) == (rank == 1)  # the first rank never lets them wait
+    model.zerofx.adopt(directory)
+    model(x).backward()
+    plain(x).backward()
+    assert plain.scale.grad is not None
+    return model.scale.grad.full_tensor(), plain.scale.grad
+
+
+def test_an_edited_zero_bubble_runs(pool: Pool, tmp_path: Any) -> None:
+    for mine, theirs in pool.run(2, edited_zero_bubble, str(tmp_path)):
         torch.testing.assert_close(mine, theirs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import logging
 import os
 import traceback
@@ -311,12 +312,26 @@ class Reading:
                 [*(v for _, v in sorted(given[Role.SAVED].items())), *self.saved_sizes],
                 given[Role.TANGENT],
             )
+            if inspect.isgenerator(returned):
+                returned = self._resume(recorder, returned)
+            if not isinstance(returned, list):
+                raise recorder.refuse(
+                    f"backward gives a {type(returned).__name__}, and not the list of the "
+                    "gradients of inputs, which it returns, or yields at its pause"
+                )
             specs = self._specs(BACKWARD)
             results = self._match(recorder, specs, Role.INPUT_GRAD, returned)
             for spec in specs:
                 if spec.role is Role.SHARD_GRAD:
                     results.append((spec, calls.stored.get(spec.index)))
             return self._finish(recorder, BACKWARD, results, function)
+
+    def _resume(self, recorder: Recorder, parts: Iterator[Any]) -> Any:
+        """Run both parts of a backward that pauses; return what the first one hands out."""
+        handed = next(parts, None)
+        for _ in parts:
+            raise recorder.refuse("backward yields twice; it pauses once")
+        return handed
 
     @contextmanager
     def _recording(self, name: str) -> Iterator[tuple[Recorder, Calls, dict[Role, dict]]]:

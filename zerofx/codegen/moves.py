@@ -16,21 +16,27 @@ from zerofx.errors import PlanError, ProgramError
 from zerofx.ir.program import Planned
 from zerofx.ir.verify import check_moves
 from zerofx.policy import reduction, schedules
-from zerofx.policy.schedules import BACKWARD, FORWARD, Hop, PipelineMove
+from zerofx.policy.schedules import BACKWARD, FORWARD, INPUT, WEIGHTS, Hop, PipelineMove
 
 NAME = "pipeline.py"
 _HEAD = '''"""{title}: what rank {rank} of the pipeline does in a training step, in order.
 
-receive begins to receive a value that a stage of another rank sends; forward and backward wait for
+receive begins to receive a value that a stage of another rank sends; {halves} wait for
 what they read. reduces=True: gradients of all micro-batches, summed on each rank, are reduced
 with this backward. Lines may be moved: what is loaded is proved again, next to what others do.
-"""
+{part}"""
 
 MICRO_BATCHES = {num}
 
 
 def step(rt):
 '''
+
+
+_PART = """
+backward_input computes the gradients of a stage's inputs; backward_weights computes those of its
+weights, later. In between a micro-batch holds what these need.
+"""
 
 
 def moves_of_all(program: Planned, num: int) -> list[tuple[PipelineMove, ...]]:
@@ -65,7 +71,12 @@ def render_moves(program: Planned, num: int | None = None) -> str:
         num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
     title = f"{program.model_name}: {parallel.schedule} of {num} micro-batches"
     lines = [_line(move) for move in moves_of_all(program, num)[rank]]
-    return _HEAD.format(title=title, rank=rank, num=num) + "".join(f"    {x}\n" for x in lines)
+    splits = parallel.splits_backward
+    halves = f"{FORWARD} and {INPUT if splits else BACKWARD}"
+    head = _HEAD.format(
+        title=title, rank=rank, num=num, halves=halves, part=_PART if splits else ""
+    )
+    return head + "".join(f"    {x}\n" for x in lines)
 
 
 def _line(move: PipelineMove) -> str:
@@ -111,6 +122,12 @@ class _MoveCollector:
 
     def backward(self, stage: int, micro_batch: int, reduces: bool = False) -> None:
         self.moves.append(PipelineMove(BACKWARD, stage, micro_batch, reduces=reduces))
+
+    def backward_input(self, stage: int, micro_batch: int) -> None:
+        self.moves.append(PipelineMove(INPUT, stage, micro_batch))
+
+    def backward_weights(self, stage: int, micro_batch: int, reduces: bool = False) -> None:
+        self.moves.append(PipelineMove(WEIGHTS, stage, micro_batch, reduces=reduces))
 
 
 def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[PipelineMove, ...]:

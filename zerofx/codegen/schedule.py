@@ -16,7 +16,7 @@ from zerofx.codegen.regions import RegionCall, RegionLibrary
 from zerofx.codegen.text import identifier, literal, with_comment, wrap_list, wrap_tuple
 from zerofx.compat.graphs import FakeTensor, argument_names
 from zerofx.errors import CaptureError
-from zerofx.ir.graphs import is_glue
+from zerofx.ir.graphs import is_glue, pause_of
 from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.names import op_stem
 from zerofx.ir.program import BACKWARD, Planned
@@ -160,6 +160,7 @@ class Function:
         self.names = Names(reserved)
         self.inside = {n for c in self.calls.values() for n in c.nodes}
         self.nodes = list(self.graph.nodes)
+        self.pause = pause_of(self.graph)
         self.last = self._last_statement()
 
     # -- liveness ---------------------------------------------------------------------------
@@ -181,9 +182,13 @@ class Function:
                 continue
             if any(kind_of(u) is Kind.PACK and u.args[0] is node for u in node.users):
                 continue  # the filled buffer keeps the same name
-            readers = [self._statement(u) for u in node.users]
+            readers = [self._statement(u) for u in node.users if not self._is_handed_out(node, u)]
             dying.setdefault(max(readers, key=position.__getitem__), []).append(node)
         return dying
+
+    def _is_handed_out(self, node: fx.Node, reader: fx.Node) -> bool:
+        """Return whether a result leaves at the pause, and not at the end."""
+        return reader.op == "output" and self.pause in node.users
 
     def _outputs(self, node: fx.Node) -> tuple[fx.Node, ...]:
         return self.calls[self._first_of[node]].outputs
@@ -235,6 +240,8 @@ class Function:
             elif kind_of(node) is Kind.VIEW:
                 index = self._unpack(index)
                 continue
+            elif self.pause is not None and node is self.pause:
+                self._pause(node)
             elif node not in self.inside and node.op == "call_function" and not is_glue(node):
                 self._communicate(node)
             index += 1
@@ -272,6 +279,8 @@ class Function:
             if taken := [*(self.names.bind(n) for n in saved), *self._crossing_sizes()]:
                 self._row(f"{wrap_tuple(taken, 0)} = saved")
             self._row("saved.clear()")
+            if self.pause is not None:  # the frame would keep them until the second part has run
+                self._row("tangents.clear()")
 
     def _take_sizes(self) -> None:
         """Write the varying sizes: forward reads them from its inputs and saves backward's."""
@@ -334,6 +343,13 @@ class Function:
         self._drop(*run)  # a buffer kept from forward: its views hold it from here on
         return index
 
+    def _pause(self, node: fx.Node) -> None:
+        """Write the pause of backward, over which its frame keeps none of what it hands out."""
+        given: Any = node.args[0]
+        self._row(f"args = {wrap_list([self.names.bind(n) for n in given], 11)}")
+        self._drop(node)
+        self._row(f"yield rt.{self.method(node)}(args)", "gradients of weights may wait")
+
     def _communicate(self, node: fx.Node) -> None:
         spec = spec_of(node)
         assert spec is not None, f"{node} is neither compute nor an op of zerofx"
@@ -358,6 +374,8 @@ class Function:
         ):
             text = self.buffer(node) if isinstance(node, fx.Node) else repr(node)
             groups.setdefault(spec.role, []).append(text)
+        if self.pause is not None:
+            return
         if self.name == BACKWARD:
             self._row(f"return [{', '.join(groups.get(Role.INPUT_GRAD, []))}]")
             return

@@ -20,7 +20,7 @@ from zerofx.compat.graphs import (
 )
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Program, placeholders
-from zerofx.ir.spec import Carries, Kind, spec_of
+from zerofx.ir.spec import Carries, Kind, kind_of, spec_of
 from zerofx.kernels.ops import FUSED
 from zerofx.layout.buckets import Layout
 
@@ -39,11 +39,11 @@ def fake_value(target: Any, values: Sequence[Any], named: Mapping[str, Any], rul
 
     Calls with equal targets and forms share one value for as long as a node holds it.
     """
+    if isinstance(target, OpOverload) and not schema_of(target).returns:
+        return None
     mode = next((v.fake_mode for v in values if isinstance(v, FakeTensor)), None)
     if mode is None or not isinstance(target, OpOverload):
         return rule(*values, **named)
-    if not schema_of(target).returns:
-        return None
     read = [v for i, v in enumerate(values) if i not in _formless(target)]
     key = target, _form(read), _form(list(named.items()))
     known = known_values(mode)
@@ -157,6 +157,17 @@ def regions(graph: fx.Graph) -> dict[int, list[fx.Node]]:
         if region is not None:
             found.setdefault(region, []).append(node)
     return found
+
+
+def pause_of(graph: fx.Graph) -> fx.Node | None:
+    """Return the node that divides a backward in two, None if nothing does."""
+    return next((n for n in graph.nodes if kind_of(n) is Kind.PAUSE), None)
+
+
+def after_pause(node: fx.Node) -> fx.Node:
+    """Return the node, or the pause of its graph if that comes later."""
+    pause = pause_of(node.graph)
+    return node if pause is None or pause < node else pause
 
 
 def users_after_views(node: fx.Node) -> Iterator[fx.Node]:

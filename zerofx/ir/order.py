@@ -190,6 +190,7 @@ class Order:
     slots: slot -> the last buffer that took it. known: the visited nodes.
     filling, reduced, updates: bucket -> its gradient buffer, its reduction's result, its update.
     expected: by bucket and offset, the parameters whose gradients the captured graph has.
+    paused: the pause that the walk has passed.
     """
 
     def __init__(self, program: Planned, graph: str, crossing: Crossing) -> None:
@@ -201,6 +202,7 @@ class Order:
         self.filling: dict[int, Buffer] = {}
         self.reduced: dict[int, Buffer] = {}
         self.updates: dict[int, fx.Node] = {}
+        self.paused: fx.Node | None = None
         self.expected = self._expect() if graph == BACKWARD else None
         self._written = {
             (Role.BUFFER if s.role is Role.BUFFER_UPDATE else Role.INPUT, s.name)
@@ -228,6 +230,8 @@ class Order:
             if node.op == "placeholder":
                 self._placeholder(node)
             else:
+                if self.paused is not None and info(node).is_random:
+                    self.fail(node, f"{node.name} draws random numbers after {self.paused.name}")
                 self._reads(node)
                 if node.op == "output":
                     self._results(node)

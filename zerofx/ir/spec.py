@@ -37,6 +37,7 @@ class Kind(Enum):
     UPDATE = "update"  # runs the optimizer on a shard, in place
     RELEASE = "release"  # drops a gathered copy
     SYNC = "sync"  # a collective that is launched and waited for in one call
+    PAUSE = "pause"  # hands results out; what follows runs when the schedule comes back to it
 
 
 STEPS = frozenset({Kind.LAUNCH, Kind.WAIT, Kind.RELEASE, Kind.PACK, Kind.UPDATE, Kind.SYNC})

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from zerofx.errors import ProgramError
-from zerofx.ir.graphs import is_compute, root_producer
+from zerofx.ir.graphs import is_compute, pause_of, root_producer
 from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.order import Crossing, Order
 from zerofx.ir.placing import check_placed
@@ -116,6 +116,23 @@ def check_synced(program: Planned) -> None:
             raise fault(program, FORWARD, result, message)
 
 
+def check_pause(program: Planned) -> None:
+    """Check that backward pauses if the schedule of the plan divides it, once passes have run."""
+    if Fact.SLOTS_ASSIGNED not in program.facts or BACKWARD not in program.graphs:
+        return
+    graph, plan = program.graph(BACKWARD), program.plan
+    pause, must = pause_of(graph), plan.parallel.splits_backward
+    if must == (pause is not None):
+        return
+    said = "pauses nowhere" if must else "pauses"
+    raise fault(
+        program,
+        BACKWARD,
+        pause or graph.output_node(),
+        f"backward {said}, and Plan.parallel.schedule is {plan.parallel.schedule!r}",
+    )
+
+
 # -- The proof of a program ------------------------------------------------------------------------
 
 
@@ -144,6 +161,7 @@ def verify(program: Planned) -> None:
     if FORWARD in program.graphs and BACKWARD in program.graphs:
         check_saved(program)
     check_synced(program)
+    check_pause(program)
     check_precision(program)
     check_placed(program)
     check_dataflow(program)
@@ -436,7 +454,8 @@ def check_moves(
 ) -> None:
     """Check what the ranks of a pipeline do in a training step.
 
-    Each runs each half of its stages once on each micro-batch, a backward after its forward; sends
+    Each runs each half of its stages once on each micro-batch, a backward after its forward, and
+    gradients of weights, if they are apart, after those of inputs; sends
     what it makes once; has begun to receive what it reads; and reduces gradients once, with the
     last of them. What a rank sends another is what that receives, in order; and all come to an end.
     No more micro-batches are under way in a stage than its memory is counted for.
@@ -449,7 +468,10 @@ def check_moves(
     parallel, hops = program.plan.parallel, program.stage.hops
     size = parallel.pipeline
     for rank, moves in enumerate(done):
-        fault = schedules.fault_of(rank, size, moves, hops, parallel.stages_of(rank), num, puts_off)
+        fault = schedules.fault_of(
+            rank, size, moves, hops, parallel.stages_of(rank), num, puts_off,
+            schedules.SPLIT if parallel.splits_backward else schedules.WHOLE,
+        )  # fmt: skip
         fault = fault or _overrun(program, rank, moves, num)
         if fault:
             raise ProgramError(f"rank {rank} of the pipeline: {fault}")
@@ -465,16 +487,12 @@ def _overrun(program: Planned, rank: int, moves: Sequence[schedules.PipelineMove
     parallel = program.plan.parallel
     size = parallel.pipeline
     order = schedules.actions(parallel.schedule, size, rank, num, parallel.interleave)
-    for turn, stage in enumerate(parallel.stages_of(rank)):
-        most, now = schedules.most_under_way(order, turn), 0
-        for move in moves:
-            if move.stage == stage and move.hop is None:
-                now += 1 if move.verb == FORWARD else -1
-                if now > most:
-                    return (
-                        f"{move}: {now} micro-batches would be under way there, and memory is "
-                        f"counted for {most}"
-                    )
+    runs = [move for move in moves if move.hop is None]
+    made = [schedules.Action(m.verb, m.micro_batch, m.stage // size) for m in runs]
+    for turn in range(parallel.interleave):
+        at, said = schedules.overrun(made, order, turn)
+        if said:
+            return f"{runs[at]}: {said}"
     return ""
 
 

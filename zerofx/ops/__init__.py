@@ -27,6 +27,7 @@ from zerofx.ops.gradients import reduce_scatter as reduce_scatter
 from zerofx.ops.gradients import reduce_scatter_rows as reduce_scatter_rows
 from zerofx.ops.gradients import store_grad as store_grad
 from zerofx.ops.gradients import update as update
+from zerofx.ops.pauses import pause as pause
 from zerofx.ops.placed import embedding_rows as embedding_rows
 from zerofx.ops.placed import embedding_rows_backward as embedding_rows_backward
 from zerofx.ops.placed import gather_values as gather_values

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from zerofx import ops
-from zerofx.ir.graphs import call, root_producer
+from zerofx.ir.graphs import after_pause, call, root_producer
 from zerofx.ir.meta import Placed, Role, info, nbytes, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, is_exchange, kind_of
@@ -71,7 +71,7 @@ def _launch(graph: fx.Graph, waits: list[fx.Node], where: dict[int, Span], numbe
     """
     launches = [wait.all_input_nodes[0] for wait in waits]
     summands: list[Any] = [launch.args[0] for launch in launches]
-    behind = max(_end(summand, where) for summand in summands)
+    behind = after_pause(max(_end(summand, where) for summand in summands))
     launch, done = launches[0], waits[0]
     if len(waits) > 1:
         shapes = [tuple(value(wait).shape) for wait in waits]

@@ -17,6 +17,7 @@ from zerofx.passes.cast import Cast
 from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.cut_stages import CutStages
 from zerofx.passes.decide import Choices, budget_bytes
+from zerofx.passes.defer_weights import DeferWeights
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.join_sums import JoinSums
 from zerofx.passes.keep_gathered import KeepGathered
@@ -94,6 +95,8 @@ PREPARE: list[Make] = [
 PLACE: list[Make] = [
     # before gathers exist: an untagged gather before the split would be saved, not re-gathered
     lambda s: Split(activations=s.choices.activations if s.choices else s.plan.activations),
+    # before collectives of values overlap compute, and before regions are cut: at the pause too
+    lambda s: DeferWeights(enabled=s.plan.parallel.splits_backward),
     # after split, which must not save a value in flight; before regions are cut at launches
     lambda s: OverlapValues(),
     # before communication: cuts depend on units alone, so identical layers stay identical

@@ -106,7 +106,7 @@ def _before(launch: fx.Node) -> list[fx.Node]:
 
 
 def _is_boundary(node: fx.Node) -> bool:
-    return is_exchange(node) or kind_of(node) is Kind.WAIT
+    return is_exchange(node) or kind_of(node) in (Kind.WAIT, Kind.PAUSE)
 
 
 def _may_move(node: fx.Node, past: fx.Node) -> bool:

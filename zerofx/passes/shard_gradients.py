@@ -9,7 +9,14 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.ir.graphs import add_placeholder, call, is_alias, root_producer, set_results
+from zerofx.ir.graphs import (
+    add_placeholder,
+    call,
+    is_alias,
+    pause_of,
+    root_producer,
+    set_results,
+)
 from zerofx.ir.meta import OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
@@ -54,7 +61,7 @@ class ShardGradients(Pass):
             elif spec.role is not Role.GRAD:
                 others.append((spec, node))
         graph = program.graph(BACKWARD)
-        where = spans(graph)
+        where, pause = spans(graph), pause_of(graph)
         shards = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SHARD)}
         place = {n: i for i, n in enumerate(graph.nodes)}
         groups: dict[int, list[tuple[fx.Node, list[tuple[str, fx.Node]]]]] = {}
@@ -62,7 +69,13 @@ class ShardGradients(Pass):
             by_end: dict[fx.Node, list[tuple[str, fx.Node]]] = {}
             for name, grad in grads:
                 by_end.setdefault(_end(grad, where), []).append((name, grad))
-            groups[index] = [(end, by_end[end]) for end in sorted(by_end, key=place.__getitem__)]
+            ends = sorted(by_end, key=place.__getitem__)
+            early = [end for end in ends if pause is not None and place[end] < place[pause]]
+            if pause is not None and early:  # they go with the next ones, before which no buffer is
+                first = ends[len(early)] if len(ends) > len(early) else pause
+                by_end[first] = [g for e in (*early, first) for g in by_end.pop(e, [])]
+                ends = [first, *ends[len(early) + 1 :]]
+            groups[index] = [(end, by_end[end]) for end in ends]
         stored = []
         for index in sorted(groups, key=lambda b: place[groups[b][-1][0]]):
             bucket = program.layout.buckets[index]

@@ -268,7 +268,9 @@ class Parallel:
         parallelism). Ranks that differ only along this axis need the same samples.
     schedule: "1f1b" begins the backward of a micro-batch as early as possible, so that few are in
         flight at a time; "gpipe" runs all forwards, then all backwards; "interleaved" is 1f1b with
-        several stages on each rank, which wait less for each other and send more.
+        several stages on each rank, which wait less for each other and send more; "zero-bubble" is
+        1f1b with each backward in two parts: the gradients of weights, for which no other stage
+        waits, are computed where a rank would be idle.
     interleave: with "interleaved", the pipeline stages on each rank: of 4 ranks the second has
         stages 1, 5, 9, ... micro_batches must then be a multiple of pipeline.
     micro_batches: the number of pieces into which the batch of a training step is cut, along
@@ -281,7 +283,7 @@ class Parallel:
 
     Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Jacobs et
     al. 2023, "DeepSpeed Ulysses", for the context; Huang et al. 2019, "GPipe"; Narayanan et al.
-    2019, "PipeDream", and 2021, for "1f1b".
+    2019, "PipeDream", and 2021, for "1f1b"; Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
     """
 
     tensor: int = spec_field(1, whole(1))
@@ -290,7 +292,7 @@ class Parallel:
     attention: str = spec_field("heads", one_of("heads"))
     placements: str | Patterns = spec_field("auto", _placements)
     pipeline: int = spec_field(1, whole(1))
-    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe", "interleaved"))
+    schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe", "interleaved", "zero-bubble"))
     interleave: int = spec_field(1, whole(1))
     micro_batches: str | int = spec_field("auto", _micro_batches)
     accumulate: str = spec_field("whole", one_of("whole", "sharded"))
@@ -346,6 +348,11 @@ class Parallel:
                 "Plan.parallel.schedule = 'interleaved' contradicts pipeline = 1: one rank has all "
                 "stages. Set pipeline, or drop schedule and interleave"
             )
+        if self.schedule == "zero-bubble" and self.pipeline == 1:
+            raise PlanError(
+                "Plan.parallel.schedule = 'zero-bubble' contradicts pipeline = 1: one rank waits "
+                "for no other. Set pipeline, or drop schedule"
+            )
         num = 0 if self.micro_batches == "auto" else int(self.micro_batches)
         if is_interleaved and num % self.pipeline:
             raise PlanError(
@@ -384,6 +391,11 @@ class Parallel:
     def is_used(self) -> bool:
         """Whether ranks share layers or hold different layers."""
         return self.num_shared > 1
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether each backward is in two parts: gradients of inputs, and those of weights."""
+        return self.schedule == "zero-bubble"
 
     @property
     def num_stages(self) -> int:

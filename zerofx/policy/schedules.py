@@ -4,24 +4,32 @@ A batch is cut into micro-batches. A stage runs a forward when its activations h
 backward when its gradients have; what has run forward and not yet backward is under way there. With
 `interleave` a rank has several stages: of P ranks the one at position p has stages p, P + p, ...
 
+With "zero-bubble" a backward is in two parts. The first one computes the gradients of a stage's
+inputs, for which another stage waits. The second one computes those of its weights, for which no
+stage waits: it comes later, where the rank would be idle.
+
 Source: Huang et al. 2019, "GPipe"; Narayanan et al. 2021, "Efficient Large-Scale Language Model
-Training on GPU Clusters Using Megatron-LM", for 1F1B and for the interleaved schedule.
+Training on GPU Clusters Using Megatron-LM", for 1F1B and for the interleaved schedule; Qi et al.
+2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), for its schedule ZB-H1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 FORWARD, BACKWARD = "forward", "backward"
+INPUT, WEIGHTS = "backward_input", "backward_weights"  # the two parts of a backward
+WHOLE, SPLIT = (FORWARD, BACKWARD), (FORWARD, INPUT, WEIGHTS)  # what runs on each micro-batch
 PER_STAGE = 4  # micro-batches that "auto" takes for each rank of a pipeline, at most
 
 
 @dataclass(frozen=True)
 class Action:
-    """One half of a stage's program, run on one micro-batch.
+    """A forward, a backward or a part of one, run on one micro-batch.
 
-    turn: which of its rank's stages, from 0; the pipeline's stage is turn * ranks + position.
+    graph: one of `WHOLE`, or of `SPLIT`. turn: which of its rank's stages, from 0; the pipeline's
+    stage is turn * ranks + position.
     """
 
     graph: str
@@ -30,7 +38,21 @@ class Action:
 
     def __str__(self) -> str:
         which = f".{self.turn}" if self.turn else ""
-        return f"{self.graph[0].upper()}{self.micro_batch}{which}"
+        letter = "W" if self.graph == WEIGHTS else self.graph[0].upper()
+        return f"{letter}{self.micro_batch}{which}"
+
+    @property
+    def reads(self) -> str:
+        """The graph whose received values it reads, and whose values it sends; "" if none."""
+        return _GRAPH_OF[self.graph]
+
+
+_GRAPH_OF = {FORWARD: FORWARD, BACKWARD: BACKWARD, INPUT: BACKWARD, WEIGHTS: ""}
+
+
+def halves(order: Iterable[Action]) -> tuple[str, ...]:
+    """Return what an order runs on each micro-batch, one after the other."""
+    return SPLIT if any(action.graph == INPUT for action in order) else WHOLE
 
 
 def actions(
@@ -44,9 +66,29 @@ def actions(
     backwards = [Action(BACKWARD, i) for i in range(micro_batches)]
     if schedule == "gpipe":
         return (*forwards, *backwards)
-    assert schedule == "1f1b", schedule
+    assert schedule in ("1f1b", "zero-bubble"), schedule
     ahead = min(micro_batches, size - position - 1)  # so many that the last stage is never idle
-    return _one_by_one(forwards, backwards, ahead)
+    order = _one_by_one(forwards, backwards, ahead)
+    return _split(order, position) if schedule == "zero-bubble" else order
+
+
+def _split(order: Sequence[Action], behind: int) -> tuple[Action, ...]:
+    """Return an order with its backwards in two parts, the second `behind` micro-batches later.
+
+    A rank that is `behind` others runs so many fewer forwards ahead. Each rank therefore has as
+    many micro-batches under way as the first, the rank that has most of them under 1F1B.
+    """
+    found: list[Action] = []
+    for action in order:
+        if action.graph == FORWARD:
+            found.append(action)
+            continue
+        found.append(replace(action, graph=INPUT))
+        if action.micro_batch >= behind:
+            found.append(Action(WEIGHTS, action.micro_batch - behind))
+    num = sum(action.graph == FORWARD for action in order)
+    found += [Action(WEIGHTS, i) for i in range(max(0, num - behind), num)]
+    return tuple(found)
 
 
 def orders(
@@ -88,31 +130,69 @@ def _interleaved(
     return _one_by_one(forwards, backwards, ahead)
 
 
-def most_under_way(order: Sequence[Action], turn: int = 0) -> int:
-    """Return how many micro-batches are under way in one of a rank's stages at most."""
-    now = most = 0
+Others = tuple[int, int]  # micro-batches that have run forward only; that wait for WEIGHTS
+
+
+def others_under_way(order: Iterable[Action]) -> Iterator[tuple[Action, dict[int, Others]]]:
+    """Yield each action, with the other micro-batches under way meanwhile by turn."""
+    now: dict[int, Others] = {}
     for action in order:
-        if action.turn == turn:
-            now += 1 if action.graph == FORWARD else -1
-            most = max(most, now)
-    return most
+        saved, waiting = now.get(action.turn, (0, 0))
+        if action.graph == WEIGHTS:
+            waiting -= 1
+        elif action.graph != FORWARD:
+            saved -= 1
+        now[action.turn] = saved, waiting
+        yield action, dict(now)
+        is_begun, waits = action.graph == FORWARD, action.graph == INPUT
+        now[action.turn] = saved + is_begun, waiting + waits
 
 
-def most_beside(order: Sequence[Action], turn: int, sizes: Sequence[int]) -> int:
+def most_under_way(order: Iterable[Action], turn: int = 0) -> int:
+    """Return how many micro-batches are under way in one of a rank's stages at most."""
+    found = (sum(now[turn]) for action, now in others_under_way(order) if action.turn == turn)
+    return 1 + max(found, default=-1)
+
+
+def most_beside(
+    order: Iterable[Action], turn: int, saved: Sequence[int], waiting: Sequence[int]
+) -> dict[str, int]:
     """Return the most that is held for other micro-batches while one of a rank's stages runs.
 
-    sizes: of what each of the rank's stages saves of a micro-batch.
+    The result has it for each of the stage's halves.
+
+    saved: what each of the rank's stages saves of a micro-batch. waiting: what it holds of one that
+        waits for the second part of its backward.
     """
-    now = [0] * len(sizes)
-    most = 0
-    for action in order:
-        if action.graph == BACKWARD:
-            now[action.turn] -= 1
+    most: dict[str, int] = {}
+    for action, now in others_under_way(order):
         if action.turn == turn:
-            most = max(most, sum(n * size for n, size in zip(now, sizes, strict=True)))
-        if action.graph == FORWARD:
-            now[action.turn] += 1
+            held = sum(a * saved[t] + b * waiting[t] for t, (a, b) in now.items())
+            most[action.graph] = max(most.get(action.graph, 0), held)
     return most
+
+
+def overrun(order: Sequence[Action], counted: Sequence[Action], turn: int) -> tuple[int, str]:
+    """Return the first action beside which more is under way than in a counted order, and what.
+
+    More is under way if no action of the same half in the other order has as many micro-batches of
+    both kinds beside it. Returns (-1, "") if there is none.
+    """
+    known: dict[str, set[Others]] = {}
+    for action, now in others_under_way(counted):
+        if action.turn == turn:
+            known.setdefault(action.graph, set()).add(now[turn])
+    for i, (action, now) in enumerate(others_under_way(order)):
+        if action.turn != turn:
+            continue
+        saved, waiting = now[turn]
+        if not any(saved <= a and waiting <= b for a, b in known.get(action.graph, ())):
+            most = 1 + max(a + b for a, b in known[action.graph])
+            said = f"{1 + saved + waiting} micro-batches would be under way there"
+            if halves(counted) == SPLIT:
+                said += f", {waiting} others of them waiting for gradients of weights"
+            return i, f"{said}, and memory is counted for {most}"
+    return -1, ""
 
 
 def num_micro_batches(asked: str | int, batch: int, size: int, interleave: int = 1) -> int:
@@ -157,9 +237,9 @@ class Hop:
 class PipelineMove:
     """One thing that a rank does in a training step.
 
-    verb: "forward" or "backward" runs that half of `stage` on a micro-batch, as soon as what it
+    verb: one of `WHOLE` or `SPLIT` runs that half of `stage` on a micro-batch, as soon as what it
     reads has come; "receive" begins to receive a value for `stage`, "send" sends one of `stage`'s.
-    hop: which value. reduces: the backward sends the sums of the stage's gradients on their way.
+    hop: which value. reduces: the last half sends the sums of the stage's gradients on their way.
     """
 
     verb: str
@@ -167,6 +247,11 @@ class PipelineMove:
     micro_batch: int
     hop: Hop | None = None
     reduces: bool = False
+
+    @property
+    def reads(self) -> str:
+        """The graph whose received values it reads, if it runs a half; "" if none."""
+        return _GRAPH_OF.get(self.verb, "")
 
     def __str__(self) -> str:
         if self.hop is None:
@@ -205,7 +290,7 @@ def _sends(
     for action in order:
         stage = action.turn * size + rank
         for hop in hops:
-            if hop.graph == action.graph and hop.source == stage and hop.target % size != rank:
+            if hop.graph == action.reads and hop.source == stage and hop.target % size != rank:
                 yield hop, action.micro_batch
 
 
@@ -214,7 +299,8 @@ def _moves_of(
     coming: dict[int, list[tuple[Hop, int]]], puts_off: bool,
 ) -> Iterator[PipelineMove]:  # fmt: skip
     begun = dict.fromkeys(coming, 0)
-    last = {a.turn: i for i, a in enumerate(order) if a.graph == BACKWARD}
+    ends = halves(order)[-1]
+    last = {a.turn: i for i, a in enumerate(order) if a.graph == ends}
     for i, action in enumerate(order):
         for each in order[i : i + 2]:
             stage = each.turn * size + rank
@@ -222,17 +308,17 @@ def _moves_of(
                 needed = [
                     k + 1
                     for k, (hop, micro_batch) in enumerate(values)
-                    if (hop.graph, hop.target, micro_batch) == (each.graph, stage, each.micro_batch)
+                    if (hop.graph, hop.target, micro_batch) == (each.reads, stage, each.micro_batch)
                 ]
                 upto = max(needed, default=0)
                 for hop, micro_batch in values[begun[source] : upto]:
                     yield PipelineMove("receive", hop.target, micro_batch, hop)
                 begun[source] = max(begun[source], upto)
         stage = action.turn * size + rank
-        reduces = action.graph == BACKWARD and (not puts_off or last[action.turn] == i)
+        reduces = action.graph == ends and (not puts_off or last[action.turn] == i)
         yield PipelineMove(action.graph, stage, action.micro_batch, reduces=reduces)
         for hop in hops:
-            if hop.graph == action.graph and hop.source == stage and hop.target % size != rank:
+            if hop.graph == action.reads and hop.source == stage and hop.target % size != rank:
                 yield PipelineMove("send", stage, action.micro_batch, hop)
 
 
@@ -240,13 +326,15 @@ def _moves_of(
 class _Conduct:
     """What one rank has done so far of a training step, and what is wrong with its next move.
 
-    puts_off: gradients are summed, and a stage's last backward reduces them. ran: (half, stage,
-    micro-batch). begun, sent: what is received and sent. reduced: stages whose gradients are.
+    halves: what runs on each micro-batch, one after the other. puts_off: gradients are summed, and
+    a stage's last backward reduces them. ran: (half, stage, micro-batch). begun, sent: what is
+    received and sent. reduced: stages whose gradients are.
     """
 
     rank: int
     size: int
     hops: Sequence[Hop]
+    halves: tuple[str, ...]
     puts_off: bool
     ran: set[tuple[str, int, int]] = field(default_factory=set)
     begun: set[tuple[Hop, int]] = field(default_factory=set)
@@ -260,25 +348,26 @@ class _Conduct:
         book = self.begun if move.verb == "receive" else self.sent
         if (move.hop, move.micro_batch) in book:
             return "it comes twice"
-        made = move.hop.graph, move.stage, move.micro_batch
-        if move.verb == "send" and made not in self.ran:
+        if move.verb == "send" and not self._has_made(move.hop, move.micro_batch):
             return f"it comes before the {move.hop.graph} that makes it"
         book.add((move.hop, move.micro_batch))
         return ""
 
     def _run(self, move: PipelineMove) -> str:
         stage, number = move.stage, move.micro_batch
-        is_backward = move.verb == BACKWARD
+        if move.verb not in self.halves:
+            return f"the schedule has {', '.join(self.halves)}"
         if (move.verb, stage, number) in self.ran:
             return "it runs twice"
-        if is_backward and (FORWARD, stage, number) not in self.ran:
-            return "its forward has not run"
-        if is_backward and self.puts_off and stage in self.reduced:
+        at, is_last = self.halves.index(move.verb), move.verb == self.halves[-1]
+        if at and (self.halves[at - 1], stage, number) not in self.ran:
+            return f"its {self.halves[at - 1]} has not run"
+        if is_last and self.puts_off and stage in self.reduced:
             return f"the gradients of stage {stage} are reduced already"
-        if is_backward and not (self.puts_off or move.reduces):
+        if is_last and not (self.puts_off or move.reduces):
             return "gradients are not summed here, so that each backward reduces them"
         for hop in self.hops:
-            if (hop.graph, hop.target) == (move.verb, stage) and not self._has(hop, number):
+            if (hop.graph, hop.target) == (move.reads, stage) and not self._has(hop, number):
                 return (
                     f"it reads {hop.name} from stage {hop.source}, which has not been begun to be "
                     "received"
@@ -290,8 +379,12 @@ class _Conduct:
 
     def _has(self, hop: Hop, micro_batch: int) -> bool:
         if hop.source % self.size == self.rank:
-            return (hop.graph, hop.source, micro_batch) in self.ran
+            return self._has_made(hop, micro_batch)
         return (hop, micro_batch) in self.begun
+
+    def _has_made(self, hop: Hop, micro_batch: int) -> bool:
+        half = next(half for half in self.halves if _GRAPH_OF[half] == hop.graph)
+        return (half, hop.source, micro_batch) in self.ran
 
     def missing(self, stage: int, micro_batches: int) -> str:
         """Return what a stage has not done at the end of the step."""
@@ -299,9 +392,9 @@ class _Conduct:
             hop for hop in self.hops if hop.source == stage and hop.target % self.size != self.rank
         ]
         for number in range(micro_batches):
-            for graph in (FORWARD, BACKWARD):
-                if (graph, stage, number) not in self.ran:
-                    return f"{PipelineMove(graph, stage, number)} is missing"
+            for half in self.halves:
+                if (half, stage, number) not in self.ran:
+                    return f"{PipelineMove(half, stage, number)} is missing"
             for hop in sends:
                 if (hop, number) not in self.sent:
                     return f"{PipelineMove('send', stage, number, hop)} is missing"
@@ -310,10 +403,10 @@ class _Conduct:
 
 def fault_of(
     rank: int, size: int, done: Sequence[PipelineMove], hops: Sequence[Hop], stages: Sequence[int],
-    micro_batches: int, puts_off: bool = True,
+    micro_batches: int, puts_off: bool = True, halves: tuple[str, ...] = WHOLE,
 ) -> str:  # fmt: skip
     """Return what is wrong with one rank's moves by themselves, an empty text if nothing is."""
-    conduct = _Conduct(rank, size, hops, puts_off)
+    conduct = _Conduct(rank, size, hops, halves, puts_off)
     for move in done:
         if move.stage not in stages:
             return f"{move}: this rank has stages {', '.join(map(str, stages))}"
@@ -351,7 +444,7 @@ def stuck(done: Sequence[Sequence[PipelineMove]]) -> list[PipelineMove | None]:
 
     def can_run(move: PipelineMove) -> bool:
         if move.hop is None:
-            reads = [h for h in received if (h.graph, h.target) == (move.verb, move.stage)]
+            reads = [h for h in received if (h.graph, h.target) == (move.reads, move.stage)]
             return all(has_come(hop, move.micro_batch) for hop in reads)
         if move.verb == "receive":
             return True

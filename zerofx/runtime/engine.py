@@ -154,6 +154,17 @@ class Engine:
             self.world.rest(self._frees)
             self.gradients.rest(self._frees)
 
+    def pause(self, grads: list[Tensor]) -> list[Tensor]:
+        """Hand the gradients of inputs out of a backward that pauses, and free its slots.
+
+        The given list is emptied, since the frame of backward keeps it.
+        """
+        if not self.keeps_memory:
+            self.slots.rest(self._frees_slot)
+        handed = [*grads]
+        grads.clear()
+        return handed
+
     def _frees(self, nbytes: int) -> bool:
         return resting.frees(self.layout, nbytes)
 

@@ -6,9 +6,10 @@ micro-batches' losses on every rank. `loss.backward()` then hands out its gradie
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +67,7 @@ class _TrainingStep:
     micro_batches: Sequence[list[Any]]
     seeds: list[tuple[int, int]]
     saved: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    waiting: dict[tuple[int, int], Iterator[Any]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
     made: dict[tuple[Parcel, int], Tensor] = field(default_factory=dict)
     left: int = 0  # backwards that have not run
@@ -82,8 +84,8 @@ class PipelineRun:
     """Runs the calls of a pipeline, all stages together: this rank's stages, in order.
 
     moves: returns what a rank does in a training step of so many micro-batches, as a function that
-    calls `receive`, `forward`, `send` and `backward` of what it is given. It is that of the emitted
-    `pipeline.py`.
+    calls `receive`, `forward`, `send` and `backward` of what it is given, or in place of the last
+    `backward_input` and `backward_weights`. It is that of the emitted `pipeline.py`.
     """
 
     def __init__(
@@ -209,26 +211,61 @@ class PipelineRun:
         """Run its backward likewise. reduces: the sum of its gradients with those of all before."""
         step = self._step
         assert step is not None, "no step is under way"
+        executable, _ = self._stages[stage]
+        given = self._backward_takes(step, stage, micro_batch)
+        with self._summing(step, stage, reduces):
+            grads = executable.run_part_backward(*given, step.left == 0)
+        self._note_gradients(step, stage, micro_batch, grads)
+
+    def backward_input(self, stage: int, micro_batch: int) -> None:
+        """Run the first part of a divided backward, as soon as what it reads has come."""
+        step = self._step
+        assert step is not None, "no step is under way"
+        executable, _ = self._stages[stage]
+        given = self._backward_takes(step, stage, micro_batch)
+        grads, step.waiting[stage, micro_batch] = executable.run_until_pause(*given)
+        self._note_gradients(step, stage, micro_batch, grads)
+
+    def backward_weights(self, stage: int, micro_batch: int, reduces: bool = False) -> None:
+        """Run its second part. reduces: the sum of its gradients with those of all before."""
+        step = self._step
+        assert step is not None, "no step is under way"
+        executable, _ = self._stages[stage]
+        with self._summing(step, stage, reduces):
+            executable.run_after_pause(step.waiting.pop((stage, micro_batch)), step.left == 0)
+
+    def _backward_takes(
+        self, step: _TrainingStep, stage: int, micro_batch: int
+    ) -> tuple[list[Tensor], dict[int, Tensor], int]:
+        """Return a backward's saved values, its tangents as soon as they have come, its seed."""
         executable, part = self._stages[stage]
         tangents = self._take(step, part.taken[BACKWARD], micro_batch)
-        contract, gradients = executable.contract, self._engine.gradients
-        if part.loss in contract.tangents:
-            shape, _, dtype = contract.tangents[part.loss]
+        if part.loss in executable.contract.tangents:
+            shape, _, dtype = executable.contract.tangents[part.loss]
             tangents[part.loss] = torch.full(
                 shape, 1.0 / step.num, dtype=dtype, device=self._engine.world.device
             )
-        step.left -= 1
-        gradients.no_sync = part.puts_off and not reduces
-        gradients.leaves_sums = step.left > 0  # other stages of this rank go on to sum
-        saved = step.saved.pop((stage, micro_batch))
-        seed = step.seeds[micro_batch][1]
-        try:
-            grads = executable.run_part_backward(saved, tangents, seed, step.left == 0)
-        finally:
-            gradients.no_sync = gradients.leaves_sums = False
-        made = dict(zip(contract.input_grads, grads, strict=True))
+        return step.saved.pop((stage, micro_batch)), tangents, step.seeds[micro_batch][1]
+
+    def _note_gradients(
+        self, step: _TrainingStep, stage: int, micro_batch: int, grads: Sequence[Tensor]
+    ) -> None:
+        executable, part = self._stages[stage]
+        made = dict(zip(executable.contract.input_grads, grads, strict=True))
         for crossing in part.sent[BACKWARD]:
             step.made[crossing, micro_batch] = made[crossing.output]
+
+    @contextlib.contextmanager
+    def _summing(self, step: _TrainingStep, stage: int, reduces: bool) -> Iterator[None]:
+        """Sum the gradients that are made inside, or reduce them with all before."""
+        gradients = self._engine.gradients
+        step.left -= 1
+        gradients.no_sync = self._stages[stage][1].puts_off and not reduces
+        gradients.leaves_sums = step.left > 0  # other stages of this rank go on to sum
+        try:
+            yield
+        finally:
+            gradients.no_sync = gradients.leaves_sums = False
 
     def send(self, name: str, micro_batch: int, source: int, target: int) -> None:
         """Send a value that a stage of this rank has made to one of another rank."""

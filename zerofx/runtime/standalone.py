@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import inspect
 import json
 import math
 import sys
@@ -122,7 +124,9 @@ def run_standalone(schedule_file: str) -> None:
         _say("forward returned " + ", ".join(f"{list(o.shape)}" for o in outs))
         if "backward" in facts["placeholders"]:
             _, _, tangents = _placeholders(facts["placeholders"]["backward"], sizes)
-            module.backward(engine, engine.store.shards, saved, tangents)
+            made = module.backward(engine, engine.store.shards, saved, tangents)
+            if inspect.isgenerator(made):  # it pauses between the gradients of inputs and weights
+                collections.deque(made, maxlen=0)
             _say(f"backward reduced {len(store.grads.arrived)} buckets")
 
 

@@ -251,20 +251,41 @@ class Executable:
         self, saved: list[Tensor], tangents: dict[int, Tensor], seed: int, is_last: bool
     ) -> list[Tensor]:
         """Run only backward, under the same conditions; return the gradients of inputs."""
+        self.engine.gradients.updates.begin()
+        with self._seeded("backward", seed):
+            grads: list[Tensor] = self._call_backward(saved, tangents)
+        self._end_part(is_last)
+        return grads
+
+    def run_until_pause(
+        self, saved: list[Tensor], tangents: dict[int, Tensor], seed: int
+    ) -> tuple[list[Tensor], Iterator[Any]]:
+        """Run a divided backward up to its pause; return the gradients of inputs, and the rest."""
+        with self._seeded("backward", seed):
+            rest: Iterator[Any] = self._call_backward(saved, tangents)
+            return next(rest), rest
+
+    def run_after_pause(self, rest: Iterator[Any], is_last: bool) -> None:
+        """Run the second part of a divided backward, under the same conditions."""
+        self.engine.gradients.updates.begin()
+        for _ in rest:
+            raise AssertionError("backward pauses twice")
+        self._end_part(is_last)
+
+    def _call_backward(self, saved: list[Tensor], tangents: dict[int, Tensor]) -> Any:
         engine = self.engine
-        engine.gradients.updates.begin()
         for leaf, grad in tangents.items():
             shape, strides, dtype = self.contract.tangents[leaf]
             if grad.stride() != strides:
                 made = torch.empty_strided(shape, strides, dtype=dtype, device=grad.device)
                 tangents[leaf] = made.copy_(grad)
-        with self._seeded("backward", seed):
-            assert self.backward is not None
-            grads: list[Tensor] = self.backward(engine, engine.store.shards, saved, tangents)
-        engine.rest(is_last)
-        if engine.tally is not None:
-            engine.tally(self, Call([]), "backward")
-        return grads
+        assert self.backward is not None
+        return self.backward(engine, engine.store.shards, saved, tangents)
+
+    def _end_part(self, is_last: bool) -> None:
+        self.engine.rest(is_last)
+        if self.engine.tally is not None:
+            self.engine.tally(self, Call([]), "backward")
 
     def _watch(self, call: Call, outs: Sequence[Tensor]) -> list[tuple[str, Tensor, int]]:
         """Return the values that backward needs unchanged, as aliases with their versions."""

@@ -40,6 +40,24 @@ def test_the_bubble_is_the_published_one(schedule: str, size: int, micro_batches
     assert (step - ideal) / ideal == pytest.approx((size - 1) / micro_batches)
 
 
+@pytest.mark.parametrize(("size", "micro_batches"), [(2, 4), (4, 8), (4, 12), (8, 64)])
+@pytest.mark.parametrize(("forward", "inputs", "weights"), [(1.0, 1.0, 1.0), (1.0, 1.1, 0.9)])
+def test_the_bubble_of_zero_bubble_is_the_published_one(
+    size: int, micro_batches: int, forward: float, inputs: float, weights: float
+) -> None:
+    """(p - 1) (F + B - W) where 1F1B has (p - 1) (F + B + W). Source: Qi et al. 2023, table 2."""
+    both = inputs + weights
+    times = [StageTimes(forward, both, both, 0.0, (), weights)] * size
+    wires = {boundary(FORWARD, p, p + 1): 0.0 for p in range(size - 1)}
+    wires |= {boundary(BACKWARD, p + 1, p): 0.0 for p in range(size - 1)}
+    idle = {}
+    for schedule in ("1f1b", "zero-bubble"):
+        runs = run_on_paper(orders(schedule, size, micro_batches), times, wires)
+        idle[schedule] = max(r[-1].end_us for r in runs) - (forward + both) * micro_batches
+    assert idle["1f1b"] == pytest.approx((size - 1) * (forward + both))
+    assert idle["zero-bubble"] == pytest.approx((size - 1) * (forward + inputs - weights))
+
+
 @pytest.mark.parametrize(
     ("size", "micro_batches", "interleave"), [(2, 4, 2), (4, 8, 2), (4, 16, 4)]
 )

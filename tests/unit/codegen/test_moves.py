@@ -18,6 +18,7 @@ from zerofx.model.programs import Steps
 
 ONE_BY_ONE = {"pipeline": 2, "micro_batches": 3}
 INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "interleave": 2, "micro_batches": 4}
+ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 3}
 
 
 class Skipping(nn.Module):
@@ -42,7 +43,11 @@ def stages(parallel: dict[str, object]) -> list[Planned]:
     return [zerofx.rewrite(captured, plan, 4, position=p) for p in range(num)]
 
 
-@pytest.mark.parametrize("parallel", [ONE_BY_ONE, INTERLEAVED], ids=["1f1b", "interleaved"])
+@pytest.mark.parametrize(
+    "parallel",
+    [ONE_BY_ONE, INTERLEAVED, ZERO_BUBBLE],
+    ids=["1f1b", "interleaved", "zero-bubble"],
+)
 def test_stages_are_written_and_read_back(parallel: dict[str, object], tmp_path: Path) -> None:
     found = stages(parallel)
     written = [program.emit(tmp_path / str(i)) for i, program in enumerate(found)]
@@ -106,6 +111,82 @@ def test_wrong_edits_are_refused(edit: Callable[[str], str], said: str, tmp_path
     with pytest.raises(ProgramError, match=said) as caught:
         zerofx.load_program(directory)
     assert "pipeline.py" in str(caught.value)
+
+
+GIVES = "rt.backward_input(stage=1, micro_batch={})".format
+W = "rt.backward_weights(stage=1, micro_batch={}".format
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (
+            swapped(GIVES(0), W(0)),
+            "backward_weights of .* 0 .*: its backward_input has not",
+        ),
+        (without(W(1)), "backward_weights of micro-batch 1 in stage 1 is missing"),
+        (without(GIVES(1)), "comes before the backward that makes it"),
+        (lambda text: text.replace(W(1), W(0)), "backward_weights of .* 0 .*: it runs twice"),
+        (lambda text: text.replace(GIVES(1), GIVES(0)), "backward_input of .* 0 .*: it runs twice"),
+        (lambda text: text.replace(", reduces=True", ""), "no backward of stage 1 reduces"),
+        (
+            lambda text: text.replace(W(1) + ")", W(1) + ", reduces=True)"),
+            "gradients of stage 1 are reduced already",
+        ),
+        (
+            lambda text: text.replace(GIVES(0), GIVES(0).replace("_input", "")),
+            "backward of micro-batch 0 .*: the schedule has forward, backward_input, backward_wei",
+        ),
+        (
+            swapped(W(0), "rt.forward(stage=1, micro_batch=2)"),
+            "3 micro-batches would be under way there, 2 others of them waiting for gradients of "
+            "weights, and memory is counted for 2",
+        ),
+    ],
+)
+def test_wrong_edits_of_zero_bubble_are_refused(
+    edit: Callable[[str], str], said: str, tmp_path: Path
+) -> None:
+    directory = stages(ZERO_BUBBLE)[1].emit(tmp_path / "stage")
+    path = directory / "pipeline.py"
+    before = path.read_text()
+    path.write_text(edit(before))
+    assert path.read_text() != before
+    with pytest.raises(ProgramError, match=said):
+        zerofx.load_program(directory)
+
+
+def test_gradients_of_weights_may_come_earlier(tmp_path: Path) -> None:
+    """It is what 1f1b does, and holds less; later ones would hold more than is counted."""
+    directory = stages(ZERO_BUBBLE)[1].emit(tmp_path / "stage")
+    path = directory / "pipeline.py"
+    text = path.read_text()
+    first, weights = line(text, GIVES(0)), line(text, W(0))
+    path.write_text(text.replace(weights, "").replace(first, first + weights))
+    program = zerofx.load_program(directory)
+    found = read_moves(program, path.read_text())
+    runs = [(m.verb, m.micro_batch) for m in found if m.hop is None]
+    assert runs[:3] == [("forward", 0), ("backward_input", 0), ("backward_weights", 0)]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("yield rt.pause(args)", "rt.pause(args)", "backward gives a NoneType, and not the list"),
+        ("yield rt.pause(args)", "return args", "is never reduced"),
+        ("yield rt.pause(args)", "yield args\n    yield rt.pause(args)", "backward yields twice"),
+    ],
+)
+def test_a_backward_that_does_not_pause_is_refused(
+    before: str, after: str, said: str, tmp_path: Path
+) -> None:
+    directory = stages(ZERO_BUBBLE)[1].emit(tmp_path / "stage")
+    path = directory / "schedule.py"
+    text = path.read_text()
+    assert text.count(before) == 1
+    path.write_text(text.replace(before, after))
+    with pytest.raises(ProgramError, match=said):
+        zerofx.load_program(directory)
 
 
 def test_what_other_ranks_need_in_another_order_is_refused() -> None:

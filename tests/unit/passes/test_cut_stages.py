@@ -22,6 +22,7 @@ from zerofx.policy.schedules import (
     Hop,
     actions,
     fault_of,
+    halves,
     mismatch,
     most_under_way,
     moves,
@@ -232,13 +233,13 @@ def test_stages_are_balanced() -> None:
     assert balanced([5, 0, 0, 0], 2) == [0, 1]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zero-bubble"])
 def test_schedules_end_and_keep_few_under_way(schedule: str) -> None:
     for size in (2, 3, 4, 8):
         for num in (1, 2, 3, size, 2 * size, 4 * size):
             orders = [actions(schedule, size, p, num) for p in range(size)]
             for order in orders:
-                expected = sorted([*map(str, range(num))] * 2)
+                expected = sorted([*map(str, range(num))] * len(halves(order)))
                 assert sorted(str(a)[1:] for a in order) == expected
             near = [Hop(FORWARD, p, p + 1) for p in range(size - 1)]
             near += [Hop(BACKWARD, p + 1, p) for p in range(size - 1)]
@@ -246,9 +247,11 @@ def test_schedules_end_and_keep_few_under_way(schedule: str) -> None:
             skips += [Hop(BACKWARD, q, p) for p in range(size) for q in range(p + 1, size)]
             assert stuck(moves(orders, near)) == []
             assert stuck(moves(orders, skips)) == []
+            under_way = [most_under_way(order) for order in orders]
             if schedule == "1f1b":
-                under_way = [most_under_way(order) for order in orders]
                 assert under_way == [min(num, size - p) for p in range(size)]
+            if schedule == "zero-bubble":  # as many on each rank as on 1f1b's first one
+                assert under_way == [min(num, size)] * size
 
 
 @pytest.mark.parametrize("interleave", [2, 3, 4])
@@ -306,7 +309,11 @@ def test_what_interleaving_needs_is_said() -> None:
             {"pipeline": 4, "schedule": "interleaved", "interleave": 2, "micro_batches": 6},
             "6 is no multiple of pipeline = 4",
         ),
-        ({"pipeline": 2, "schedule": "zero-bubble"}, "'zero-bubble'"),
+        ({"schedule": "zero-bubble"}, "'zero-bubble' contradicts pipeline = 1"),
+        (
+            {"pipeline": 2, "schedule": "zero-bubble", "interleave": 2},
+            "interleave = 2 contradicts schedule = 'zero-bubble'",
+        ),
     ):
         with pytest.raises(PlanError, match=said):
             zerofx.Plan(parallel=fields)

@@ -26,6 +26,7 @@ def test_the_order_in_reading_form() -> None:
         "place",
         "cut-stages",
         "split",
+        "defer-weights",
         "overlap-values",
         "cut-regions",
         "offload-activations",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
+from typing import Any
 
 from torch import fx
 
@@ -21,12 +22,13 @@ from zerofx.analysis.memory.storage import (
     sent_as,
     span_bytes,
 )
-from zerofx.ir.graphs import alias_source, is_in_place
-from zerofx.ir.meta import Info, Role, info, nbytes, value
+from zerofx.ir.graphs import alias_source, is_in_place, pause_of
+from zerofx.ir.meta import Info, OutputInfo, Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.policy import reduction, resting, schedules
+from zerofx.policy.schedules import Action
 from zerofx.policy.shard_copies import SentAs
 
 
@@ -45,8 +47,9 @@ def standing(
 def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
     """Return what a rank of a pipeline holds for other micro-batches, and what travels meanwhile.
 
-    As many are under way as the schedule has; of each there is what its forward has saved. Of the
-    rank's other stages, gradients and sums are there too.
+    As many are under way as the schedule has. Of each there is what its forward has saved; or what
+    the second part of its backward reads, if it waits for that. Of the rank's other stages,
+    gradients and sums are there too.
     """
     stage = program.stage
     if stage.size == 1 or BACKWARD not in program.graphs:
@@ -58,9 +61,9 @@ def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
         schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline),
         parallel.interleave,
     )  # fmt: skip
-    sizes = [0] * parallel.interleave
-    sizes[turn] = saved_bytes(program)
-    saved = schedules.most_beside(order, turn, stage.saved_bytes or sizes)
+    sizes, waiting = [0] * parallel.interleave, [0] * parallel.interleave
+    sizes[turn], waiting[turn] = saved_bytes(program), waiting_bytes(program)
+    most = schedules.most_beside(order, turn, stage.saved_bytes or sizes, waiting)
     taken = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.taken(graph))
     sent = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.sent(graph))
     others = schedules.most_under_way(order, turn) - 1
@@ -68,7 +71,10 @@ def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
     if parallel.interleave > 1:
         name = "saved by other micro-batches and stages"
     return [
-        _always(Category.ACTIVATIONS, saved, name, "", life),
+        *(
+            Storage(Category.ACTIVATIONS, most[half], name, *times, Info())
+            for half, times in _times_of(order, life).items()
+        ),
         _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),
         *_of_other_stages(program, life),
     ]
@@ -77,15 +83,56 @@ def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
 def saved_bytes(program: Planned) -> int:
     """Return what a stage's forward saves of a micro-batch, but for what is there anyway."""
     roots: dict[fx.Node, int] = {}
-    results = zip(program.outputs[FORWARD], program.results(FORWARD), strict=True)
-    for spec, result in results:
+    for spec, result in _results(program, FORWARD):
         if spec.role is Role.SAVED and isinstance(result, fx.Node):
             root = alias_source(result)
-            where = info(root)
-            is_held_anyway = where.role in (Role.INPUT, Role.BUFFER) and not where.digest
-            if where.role is not Role.PARAM and not is_held_anyway:
+            if info(root).role is not Role.PARAM and not _is_held_anyway(root):
                 roots[root] = nbytes(value(root))
     return sum(roots.values())
+
+
+def _times_of(order: Sequence[Action], life: Lifetimes) -> dict[str, tuple[int, int]]:
+    """Return the first and the last time of each half that an order runs."""
+    nodes = life.nodes
+    begins = [0, next(t for t, (graph, _) in enumerate(nodes) if graph == BACKWARD)]
+    found = schedules.halves(order)
+    if len(found) > len(begins):  # without a pause yet, the second part is empty
+        paused = (t for t, (_, node) in enumerate(nodes) if kind_of(node) is Kind.PAUSE)
+        begins.append(next(paused, life.end) + 1)
+    ends = [*(begin - 1 for begin in begins[1:]), life.end]
+    return dict(zip(found, zip(begins, ends, strict=True), strict=True))
+
+
+def waiting_bytes(program: Planned) -> int:
+    """Return what a backward holds while it waits at its pause, but for what is there anyway."""
+    graph = program.graph(BACKWARD)
+    pause = pause_of(graph)
+    if pause is None:
+        return 0
+    handed = {r for s, r in _results(program, BACKWARD) if s.role is Role.INPUT_GRAD}
+    saved = {s.index: r for s, r in _results(program, FORWARD) if s.role is Role.SAVED}
+    nodes = list(graph.nodes)
+    at = nodes.index(pause)
+    before, roots = set(nodes[:at]), dict[fx.Node, int]()
+    for node in nodes[at + 1 :]:
+        for read in node.all_input_nodes:
+            if read not in before or (node.op == "output" and read in handed):
+                continue
+            root = alias_source(read)
+            if info(root).role is Role.SAVED:
+                root = alias_source(saved[info(root).index])
+            if info(root).role not in (Role.SHARD, Role.PARAM) and not _is_held_anyway(root):
+                roots[root] = nbytes(value(root))
+    return sum(roots.values())
+
+
+def _results(program: Planned, graph: str) -> Iterator[tuple[OutputInfo, Any]]:
+    return zip(program.outputs[graph], program.results(graph), strict=True)
+
+
+def _is_held_anyway(root: fx.Node) -> bool:
+    """Return whether a saved value is an input or a buffer, and not another stage's value."""
+    return info(root).role in (Role.INPUT, Role.BUFFER) and not info(root).digest
 
 
 def with_saved_bytes(programs: Sequence[Planned]) -> None:
@@ -279,24 +326,27 @@ def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
 
     A slot is as large as the largest need of the model's programs.
     """
-    first: dict[int, int] = {}
+    uses: dict[int, list[int]] = {}
     for time, (_, node) in enumerate(life.nodes):
         if takes_slot(node):
-            first.setdefault(slot_of(node), time)
+            uses.setdefault(slot_of(node), []).append(time)
+    paused = next((t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.PAUSE), -1)
     found = []
     layout, stay = program.layout, program.pool.stay | forward_slots(program)
     pairs = zip_longest(program.slot_bytes, program.pool.sizes, fillvalue=0)
     for slot, size in enumerate(map(max, pairs)):
-        birth = first.get(slot, life.end + 1)
-        rests = resting.frees_slot(layout, slot, size, stay)
-        if rests and birth > life.end:  # only another program uses it, which is not running
-            continue
-        found.append(
-            Storage(
-                Category.COMMUNICATION, size, slot_name(slot), birth if rests else 0, life.end,
-                Info(),
-            )
-        )  # fmt: skip
+        times = [(0, life.end)]
+        if resting.frees_slot(layout, slot, size, stay):
+            # it is freed at the pause and at the end; with no use, only another program uses it,
+            # which is not running
+            used = uses.get(slot, [])
+            before, after = [t for t in used if t < paused], [t for t in used if t >= paused]
+            parts = (before, paused), (after, life.end)
+            times = [(part[0], end) for part, end in parts if part]
+        found += [
+            Storage(Category.COMMUNICATION, size, slot_name(slot), birth, death, Info())
+            for birth, death in times
+        ]
     return found
 
 

@@ -29,7 +29,7 @@ from zerofx.ir.meta import nbytes
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Planned, Wire
 from zerofx.layout.buckets import Layout
 from zerofx.policy import schedules
-from zerofx.policy.schedules import Action
+from zerofx.policy.schedules import INPUT, WEIGHTS, Action
 
 STEADY = 3  # micro-batches needed to price the first, the middle and the last one
 
@@ -39,6 +39,7 @@ class StageTimes:
     """The times of one pipeline stage by itself, in microseconds.
 
     forward, backward: of a micro-batch. last_backward: of the one that reduces the gradients.
+    weights: of a backward in two parts, the time of the second one.
     end: the time after it: reductions in flight, and the optimizer's step. lane_bytes: the bytes
         that each lane moves in the first micro-batch, in a middle one, and in the last one with the
         step.
@@ -49,6 +50,7 @@ class StageTimes:
     last_backward: float
     end: float
     lane_bytes: tuple[Mapping[Lane, int], ...]
+    weights: float = 0.0
 
     def moved(self, micro_batches: int) -> dict[Lane, int]:
         """Return the bytes that each lane moves in a step."""
@@ -62,6 +64,11 @@ class StageTimes:
         """Return the time of an action."""
         if action.graph == FORWARD:
             return self.forward
+        if action.graph == INPUT:
+            return self.backward - self.weights
+        if action.graph == WEIGHTS:
+            is_last = action.micro_batch == micro_batches - 1
+            return self.weights + (self.last_backward - self.backward if is_last else 0.0)
         return self.last_backward if action.micro_batch == micro_batches - 1 else self.backward
 
 
@@ -80,6 +87,7 @@ def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> Stag
     looped = replace(program, loop=Loop(STEADY, no_sync=True))
     found = timeline(tasks(looped, prices, clips))
     ends: dict[tuple[str, int], float] = {}
+    paused: dict[int, float] = {}
     at = 0.0
     moved: list[Counter[Lane]] = [Counter() for _ in range(STEADY)]
     for span in found.spans:
@@ -88,6 +96,8 @@ def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> Stag
         if span.task.lane in (Lane.COMPUTE, Lane.HOST):
             key = span.task.graph, _micro(span)
             ends[key] = at = max(at, span.end_us)
+            if span.task.kind == "pause":
+                paused[_micro(span)] = at
     last = STEADY - 1
     if (BACKWARD, last) not in ends:
         return StageTimes(ends.get((FORWARD, 0), 0.0), 0.0, 0.0, 0.0, (moved[0],) * STEADY)
@@ -97,6 +107,7 @@ def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> Stag
         last_backward=ends[BACKWARD, last] - ends[FORWARD, last],
         end=found.step_us - ends[BACKWARD, last],
         lane_bytes=tuple(moved),
+        weights=ends[BACKWARD, 1] - paused.get(1, ends[BACKWARD, 1]),
     )
 
 
@@ -131,15 +142,15 @@ def run_on_paper(
             while len(found[rank]) < len(order):
                 action = order[len(found[rank])]
                 stage, number = action.turn * size + rank, action.micro_batch
-                before = into.get((stage, action.graph), [])
-                if any((source, action.graph, number) not in done for source, _ in before):
+                before = into.get((stage, action.reads), [])
+                if any((source, action.reads, number) not in done for source, _ in before):
                     break
-                arrived = [done[source, action.graph, number] + us for source, us in before]
+                arrived = [done[source, action.reads, number] + us for source, us in before]
                 free = found[rank][-1].end_us if found[rank] else 0.0
                 start = max([free, *arrived])
                 end = start + times[stage].of(action, micro_batches)
                 found[rank].append(TimedAction(action, stage, start, end))
-                done[stage, action.graph, number] = end
+                done[stage, action.reads, number] = end
                 moved = True
     assert all(len(f) == len(o) for f, o in zip(found, orders, strict=True)), "the schedule hangs"
     return found

@@ -133,6 +133,11 @@ def _check(model: Any, warmup: int, profile: bool, memory: bool) -> None:
             "record: Plan(cuda_graph=True) replays whole forwards and backwards, whose calls "
             "cannot be timed. Record with cuda_graph=False."
         )
+    if model._zerofx.setting.plan.parallel.splits_backward:
+        raise RecordingError(
+            "record: Plan.parallel.schedule = 'zero-bubble' runs other micro-batches within a "
+            "backward, whose calls are not timed as one. Record with schedule='1f1b'."
+        )
     if (memory or profile) and is_profiling():
         what = "memory=True" if memory else "profile=True"
         raise RecordingError(

@@ -11,9 +11,9 @@ from zerofx.analysis.memory.memory import ATEN
 from zerofx.analysis.time.forecast import Forecast, Range, available_bytes
 from zerofx.analysis.time.pipelines import PipelineForecast
 from zerofx.hardware import Hardware
-from zerofx.ir.program import FORWARD
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
+from zerofx.policy.schedules import FORWARD, WEIGHTS
 from zerofx.tools.room import room
 from zerofx.tools.views.memory import MemoryView
 from zerofx.tools.views.schedule import title
@@ -21,6 +21,7 @@ from zerofx.tools.views.timeline import WIDTH, TimelineView, format_rate, format
 from zerofx.tools.words import counted
 
 LARGEST = 4  # tensors that are listed for a tier that is too small
+_MARKS = {FORWARD: "/", WEIGHTS: "+"}
 
 
 class WayOut(Protocol):
@@ -208,18 +209,22 @@ class PipelineView:
         return lines
 
     def _chart(self) -> list[str]:
-        """Return a line over time per stage: / forward, # backward, = the optimizer's step."""
+        """Return a line over time per rank: / forward, # backward, = the optimizer's step.
+
+        Of a backward in two parts the second one is +.
+        """
         found = self.forecast
         ends = [runs[-1].end_us + end for runs, end in zip(found.runs, found.end_us, strict=True)]
         step = max(ends)
         columns = room(WIDTH, 8, 24)
         which = "a step" if found.calls == 1 else "the step's last call"
-        lines = [f"{which}: 0 .. {format_us(step)}   / forward  # backward  = step"]
+        kinds = "/ forward  # backward  = step"
+        if found.program.plan.parallel.splits_backward:
+            kinds = "/ forward  # gradients of inputs  + gradients of weights  = step"
+        lines = [f"{which}: 0 .. {format_us(step)}   {kinds}"]
         for position, runs in enumerate(found.runs):
             bar = ["."] * columns
-            marks = [
-                (r.start_us, r.end_us, "/" if r.action.graph == FORWARD else "#") for r in runs
-            ]
+            marks = [(r.start_us, r.end_us, _MARKS.get(r.action.graph, "#")) for r in runs]
             marks.append((runs[-1].end_us, ends[position], "="))
             for start, end, mark in marks:
                 first, last = (round(columns * us / step) for us in (start, end))
