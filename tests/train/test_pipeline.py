@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from measure import ATEN, TOLERANCE, measure
 from pool import Pool
 from tensor_models import MODELS
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
+from benchmarks.turns import peak_bytes
 from zerofx.errors import (
+    CaptureError,
     GradientError,
     PlanError,
     ProgramError,
@@ -466,3 +469,147 @@ def test_a_stage_that_raises_is_named(pool: Pool) -> None:
     first, last = said
     assert last.startswith("IndexError: Target 99 is out of bounds")
     assert first.startswith("DesyncError") and "rank 1" in first and "IndexError" in first
+
+
+# -- A loss that the caller computes ---------------------------------------------------------------
+
+
+class Tagger(nn.Module):
+    """Returns logits, what they say, and features, of which a loss may leave some out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, ids: Tensor) -> dict[str, Any]:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x) + x
+        logits = self.head(x)
+        return {"logits": logits, "said": logits.argmax(-1), "features": x, "name": "tagger"}
+
+
+def words(step: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return tuple(torch.randint(0, n, (8, 6), generator=generator) for n in (16, 5))  # type: ignore
+
+
+def loss_of(model: nn.Module, step: int, rank: int, kind: str) -> Tensor:
+    """Return a loss that weighs samples by their number, so that no mean of parts equals it."""
+    ids, tags = words(step, rank)
+    out = model(ids)
+    assert out["name"] == "tagger" and not out["said"].requires_grad
+    assert torch.equal(out["said"], out["logits"].argmax(-1))
+    loss = F.cross_entropy(out["logits"].flatten(0, 1), tags.flatten(), ignore_index=1)
+    if kind == "features":
+        loss = loss + out["features"].square().mean()
+    elif kind == "twice":  # two forwards, then one backward through both
+        loss = loss + model(ids.flip(0))["logits"].square().mean()
+    return loss
+
+
+def trained_outside(plan: dict[str, Any] | None, kind: str, data: int = 1) -> Any:
+    torch.manual_seed(0)
+    model: Any = Tagger()
+    ranks = range(data)
+    if plan is not None:
+        model = zerofx.compile(model, {"kernels": "aten", "islands": "refuse", **plan})
+        ranks = range(model.zerofx.data_rank, model.zerofx.data_rank + 1)
+    stepper, found = optimizer_of("adamw", model), []
+    for step in range(STEPS):
+        model(words(99, 0)[0])  # its backward never runs
+        losses = [loss_of(model, step, rank, kind) / len(ranks) for rank in ranks]
+        sum(losses).backward()  # type: ignore[union-attr]
+        found.append((float(sum(losses).detach()), float(clip_grad_norm_(model.parameters(), 0.5))))  # type: ignore
+        stepper.step()
+        stepper.zero_grad()
+    state = model.state_dict()
+    return found, {name: value.clone() for name, value in state.items()}
+
+
+OUTSIDE = {"pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "kind", "plan"),
+    [
+        (2, "features", {"stage": 3, "parallel": OUTSIDE}),
+        (2, "twice", {"stage": 1, "parallel": OUTSIDE}),
+        slow(4, "logits", {"stage": 3, "parallel": OUTSIDE}),
+        slow(4, "twice", {"stage": 2, "parallel": {**OUTSIDE, "pipeline": 4}}),
+        slow(2, "features", {"stage": 0, "parallel": OUTSIDE, "kernels": "inductor"}),
+        slow(2, "logits", {"stage": 3, "parallel": OUTSIDE, "activations": "recompute"}),
+        slow(4, "logits", {"stage": 3, "parallel": {**OUTSIDE, "tensor": 2, "placements": {
+            "blocks.[02].0": "colwise", "blocks.[13].0": "rowwise"}}}),
+    ],
+)  # fmt: skip
+def test_losses_outside_of_the_model_train_alike(
+    pool: Pool, ranks: int, kind: str, plan: dict[str, Any]
+) -> None:
+    data = ranks // plan["parallel"]["pipeline"] // plan["parallel"].get("tensor", 1)
+    steps, state = trained_outside(None, kind, data)
+    found = pool.run(ranks, trained_outside, plan, kind)
+    losses = torch.tensor([[loss for loss, _ in mine] for mine, _ in found]).double()
+    torch.testing.assert_close(
+        losses.mean(0), torch.tensor([loss for loss, _ in steps]).double(), rtol=2e-6, atol=0
+    )
+    for mine, held in found:
+        assert [n for _, n in mine] == pytest.approx([n for _, n in steps], rel=1e-5)
+        for key, theirs in state.items():
+            torch.testing.assert_close(held[key], theirs, rtol=0, atol=1e-5, msg=key)
+
+
+def mistaken() -> None:
+    model = zerofx.compile(Tagger(), {"kernels": "aten", "parallel": OUTSIDE})
+    stepper = optimizer_of("sgd", model)
+    out = model(words(0, 0)[0])["logits"]
+    out.sum().backward(retain_graph=True)
+    with pytest.raises(GradientError, match="backward ran a second time"):
+        out.sum().backward()
+    out = model(words(0, 0)[0])["logits"]
+    stepper.step()
+    with pytest.raises(GradientError, match=r"parameters were changed .* Run backward before"):
+        out.sum().backward()
+    other = zerofx.compile(Tagger(), {"kernels": "aten", "parallel": {"pipeline": 2}})
+    with pytest.raises(
+        CaptureError, match=r"schedule = '1f1b' backward .* or set schedule = \"gpipe"
+    ):
+        other(words(0, 0)[0])
+    with torch.no_grad():
+        assert other(words(0, 0)[0])["said"].shape == (8, 6)
+
+
+def test_mistakes_with_losses_outside_are_named(pool: Pool) -> None:
+    pool.run(2, mistaken)
+
+
+def peak_outside() -> tuple[int, int]:
+    class Trainee:
+        def __init__(self) -> None:
+            self.model: Any = zerofx.compile(
+                nn.Sequential(
+                    nn.Embedding(64, 128), *(nn.Linear(128, 128) for _ in range(6)),
+                    nn.Linear(128, 2048),
+                ),
+                {"kernels": "aten", "stage": 3, "parallel": {**OUTSIDE, "cuts": ["4"]}},
+            )  # fmt: skip
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+
+        def step(self, number: int) -> float:
+            out = self.model(torch.arange(512).view(8, 64) % 64)
+            out.backward(torch.ones_like(out))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return 0.0
+
+    trainee, measured = peak_bytes(Trainee)
+    (program,) = trainee.model.programs
+    return measured, program.memory(basis="aten").peak_bytes
+
+
+def test_peaks_with_losses_outside_are_known(pool: Pool) -> None:
+    for measured, predicted in pool.run(2, peak_outside):
+        assert measured > 2**22
+        assert measured == pytest.approx(predicted, rel=0.05)

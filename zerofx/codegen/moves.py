@@ -8,7 +8,7 @@ was loaded. Each line is a move; a hand edit is read by running the function on 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,19 @@ weights, later. In between a micro-batch holds what these need.
 """
 
 
+_OUTSIDE = """
+yield hands the results of all micro-batches to the caller, who computes the loss. The caller's
+backward goes on from there.
+"""
+_YIELD = "yield"
+
+
 def moves_of_all(program: Planned, num: int) -> list[tuple[PipelineMove, ...]]:
     """Return what each rank of a program's pipeline does with so many micro-batches."""
     parallel = program.plan.parallel
     orders = schedules.orders(parallel.schedule, parallel.pipeline, num, parallel.interleave)
-    return schedules.moves(orders, program.stage.hops, _puts_off(program))
+    found = schedules.moves(orders, program.stage.hops, _puts_off(program))
+    return [*map(schedules.forwards_first, found)] if program.has_loss_outside else found
 
 
 def _puts_off(program: Planned) -> bool:
@@ -70,12 +78,14 @@ def render_moves(program: Planned, num: int | None = None) -> str:
     if num is None:
         num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
     title = f"{program.model_name}: {parallel.schedule} of {num} micro-batches"
-    lines = [_line(move) for move in moves_of_all(program, num)[rank]]
+    moves = moves_of_all(program, num)[rank]
+    lines = [_line(move) for move in moves]
+    if program.has_loss_outside:
+        lines.insert(sum(not move.is_of_backward for move in moves), _YIELD)
     splits = parallel.splits_backward
+    part = _PART if splits else _OUTSIDE if program.has_loss_outside else ""
     halves = f"{FORWARD} and {INPUT if splits else BACKWARD}"
-    head = _HEAD.format(
-        title=title, rank=rank, num=num, halves=halves, part=_PART if splits else ""
-    )
+    head = _HEAD.format(title=title, rank=rank, num=num, halves=halves, part=part)
     return head + "".join(f"    {x}\n" for x in lines)
 
 
@@ -140,7 +150,8 @@ def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[P
     recorder = _MoveCollector(program.stage.hops, _rank(program), program.plan.parallel.pipeline)
     try:
         num, step = _functions(text, where)
-        step(recorder)
+        pauses = [len(recorder.moves) for _ in step(recorder) or ()]
+        _check_pauses(program, recorder.moves, pauses)
     except ProgramError as error:
         raise ProgramError(f"{where}{_at(error, where)}: {error}") from error
     except Exception as error:
@@ -158,12 +169,32 @@ def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[P
     return tuple(recorder.moves)
 
 
+def _check_pauses(program: Planned, moves: Sequence[PipelineMove], pauses: Sequence[int]) -> None:
+    """Check that a step hands out results where all of forward, and nothing of backward, has run.
+
+    pauses: the number of moves before each `yield`.
+    """
+    if not program.has_loss_outside:
+        if pauses:
+            raise ProgramError("it has a yield, but forward returns the loss, and nothing waits")
+        return
+    if len(pauses) != 1:
+        raise ProgramError(
+            f"it has {len(pauses)} times yield. The caller computes the loss, so that the step "
+            "waits for it once, between the last forward and the first backward"
+        )
+    for i, move in enumerate(moves):
+        if move.is_of_backward != (i >= pauses[0]):
+            side = "before" if i < pauses[0] else "after"
+            raise ProgramError(f"{move}: it comes {side} yield, where the caller computes the loss")
+
+
 def _at(error: BaseException, where: str) -> str:
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == where]
     return f":{lines[-1]}" if lines else ""
 
 
-def _functions(text: str, where: str) -> tuple[int, Callable[[Any], None]]:
+def _functions(text: str, where: str) -> tuple[int, Callable[[Any], Iterator[None] | None]]:
     found: dict[str, Any] = {}
     exec(compile(text, where, "exec"), found)  # as schedule.py is: Python that is executed
     num, step = found.get("MICRO_BATCHES"), found.get("step")
@@ -177,14 +208,14 @@ class Steps:
 
     def __init__(self, program: Planned) -> None:
         self._program = program
-        self._known: dict[int, Callable[[Any], None]] = {}
+        self._known: dict[int, Callable[[Any], Iterator[None] | None]] = {}
         if program.directory is not None and (program.directory / NAME).exists():
             path = program.directory / NAME
             num, step = _functions(path.read_text(encoding="utf-8"), str(path))
             self._known[num] = step
         self._is_given = bool(self._known)
 
-    def __call__(self, num: int) -> Callable[[Any], None]:
+    def __call__(self, num: int) -> Callable[[Any], Iterator[None] | None]:
         if num not in self._known:
             if self._is_given:
                 raise PlanError(

@@ -456,6 +456,11 @@ class Planned(Program):
     stage: Stage = field(default_factory=Stage)
 
     @property
+    def has_loss_outside(self) -> bool:
+        """Whether the caller computes the loss of a training call from its results."""
+        return self.is_training and self.calling.loss is None
+
+    @property
     def is_laid_out(self) -> bool:
         """Whether buckets are assigned, so that the layout contains every parameter."""
         return Fact.BUCKETS_ASSIGNED in self.facts

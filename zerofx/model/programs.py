@@ -174,6 +174,11 @@ def own_stage(program: Planned) -> OwnStage:
         trained=stage.trained,
         shared={n: held[n] for n in stage.trained if len(held[n]) > 1},
         loss=program.calling.loss,
+        constant=frozenset(
+            wire.output
+            for wire in stage.results
+            if wire.output in program.calling.detached or not wire.value.is_floating_point()
+        ),
         puts_off=reduction.is_put_off(program.layout, program.plan),
         digest=f"{wires} {sorted(stage.sums.items())} {layout}",
     )

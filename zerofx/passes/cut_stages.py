@@ -171,7 +171,7 @@ class CutStages(Pass):
         if self.parallel.pipeline == 1:
             return Report(False, "one stage")
         name = JOINT if JOINT in program.graphs else FORWARD
-        check_can_be_cut(program, name)
+        check_can_be_cut(program, name, self.parallel.schedule)
         params = with_positions(program.params.values(), self.parallel)
         program.params = {p.name: p for p in params}
         at = unit_positions(params, self.parallel)
@@ -195,7 +195,7 @@ class CutStages(Pass):
         return {"pipeline": self.parallel.pipeline, "position": self.position}
 
 
-def check_can_be_cut(program: Planned, name: str) -> None:
+def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
     """Raise if the program cannot be computed one micro-batch at a time.
 
     Raises:
@@ -223,13 +223,26 @@ def check_can_be_cut(program: Planned, name: str) -> None:
                 f"{program.model_name}: input {spec.index} requires a gradient, which a pipeline "
                 "does not hand out. Detach it, or use pipeline = 1"
             )
-    if program.is_training and program.calling.loss is None:
+    if not program.has_loss_outside:
+        return
+    if schedule != "gpipe":
         raise CaptureError(
-            f"{program.model_name}: with Plan.parallel.pipeline above 1, forward must return the "
-            "loss: its backward begins before the last part of the batch is through. Give the "
-            "labels to the model, and return the loss from forward. Under torch.no_grad() it may "
-            "return anything"
+            f"{program.model_name}: forward returns no loss, and under Plan.parallel.schedule = "
+            f"{schedule!r} backward begins before the last part of the batch is through. Give the "
+            'labels to the model and return the loss from forward, or set schedule = "gpipe", '
+            "which runs all forwards first. Under torch.no_grad() forward may return anything"
         )
+    given = [value(node) for node in program.placeholders(name, Role.INPUT)]
+    rows = next((len(v) for v in given if isinstance(v, torch.Tensor) and v.ndim), 0)
+    for spec, result in zip(specs, program.results(name), strict=True):
+        if spec.role is Role.OUTPUT and shape_of(value(result))[:1] != (rows,):
+            label = program.calling.output_names[spec.index] or "the result"
+            raise CaptureError(
+                f"{program.model_name}: {label} has the shape {list(shape_of(value(result)))} for "
+                f"a micro-batch of {rows} samples. With Plan.parallel.pipeline above 1 and a loss "
+                "outside of forward, results are put together along dimension 0, which must be "
+                "the samples. Return it so, leave it out, or return the loss from forward"
+            )
 
 
 def number_draws(graph: fx.Graph) -> None:

@@ -253,6 +253,11 @@ class PipelineMove:
         """The graph whose received values it reads, if it runs a half; "" if none."""
         return _GRAPH_OF.get(self.verb, "")
 
+    @property
+    def is_of_backward(self) -> bool:
+        """Whether it runs a backward or a part of one, or moves a value of one."""
+        return (self.hop.graph if self.hop else self.verb) != FORWARD
+
     def __str__(self) -> str:
         if self.hop is None:
             return f"{self.verb} of micro-batch {self.micro_batch} in stage {self.stage}"
@@ -282,6 +287,11 @@ def moves(
         }
         found.append(tuple(_moves_of(rank, size, order, hops, coming, puts_off)))
     return found
+
+
+def forwards_first(done: Iterable[PipelineMove]) -> tuple[PipelineMove, ...]:
+    """Return moves in the same order, but with all of backward after all of forward."""
+    return tuple(sorted(done, key=lambda move: move.is_of_backward))
 
 
 def _sends(

@@ -1,7 +1,9 @@
 """Pipeline run: this rank's pipeline stage runs each micro-batch, with sends and receives between.
 
 A training call runs the whole schedule, forwards and backwards, and returns the mean of the
-micro-batches' losses on every rank. `loss.backward()` then hands out its gradients.
+micro-batches' losses on every rank. `loss.backward()` then hands out its gradients. If forward
+returns no loss, a call runs the forwards and returns the results of the whole batch on every rank;
+the caller's backward runs the backwards.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class OwnStage:
 
     taken, sent: what this stage's graphs receive and send. results: the user's outputs.
     trained: parameters that some stage has gradients for. shared: those among them that several
-    ranks hold, with the positions of these. loss: the output that is differentiated. puts_off:
+    ranks hold, with the positions of these. loss: the output that is differentiated, None if the
+    caller computes the loss; `constant` are then the results that need no gradient. puts_off:
     gradients are summed on each rank, and reduced with the last micro-batch's.
     """
 
@@ -56,16 +59,26 @@ class OwnStage:
     trained: tuple[str, ...]
     shared: Mapping[str, tuple[int, ...]]
     loss: int | None
+    constant: frozenset[int]
     puts_off: bool
     digest: str
 
 
 @dataclass
 class _TrainingStep:
-    """A training step under way: what it runs on, and what stands between its moves."""
+    """A training step under way: what it runs on, and what stands between its moves.
+
+    results: the user's outputs of all micro-batches, as far as they are there. rest: the moves that
+    are left, once these are handed out. grads: their gradients. writes: the number of writes to
+    parameters before it.
+    """
 
     micro_batches: Sequence[list[Any]]
     seeds: list[tuple[int, int]]
+    results: dict[Parcel, Tensor] = field(default_factory=dict)
+    grads: dict[int, Tensor] = field(default_factory=dict)
+    rest: Iterator[None] | None = None
+    writes: int = 0
     saved: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
     waiting: dict[tuple[int, int], Iterator[Any]] = field(default_factory=dict)
     losses: dict[int, Tensor] = field(default_factory=dict)
@@ -77,7 +90,7 @@ class _TrainingStep:
         return len(self.micro_batches)
 
 
-Moves = Callable[["PipelineRun"], None]
+Moves = Callable[["PipelineRun"], Iterator[None] | None]
 
 
 class PipelineRun:
@@ -135,6 +148,8 @@ class PipelineRun:
         self.executable.compare_inputs(micro_batches)
         if not contract.is_training:
             return self._infer(micro_batches[0])
+        if self.part.loss is None:
+            return list(_Opened.apply(self, micro_batches, self._anchor.output))
         return [_Trained.apply(self, micro_batches, self._anchor.output)]
 
     def _gather_again(self, choices: set[str]) -> None:
@@ -158,39 +173,94 @@ class PipelineRun:
                     if not self._is_mine(crossing.target):
                         self.send(crossing.name, 0, position, crossing.target)
             self._finish_sending()
-            found = [self._share(result, outs) for result in self.part.results]
+            found = []
+            for result in self.part.results:
+                made = None
+                if result.source in outs:
+                    made = outs[result.source][self._leaves[result.source][result.output]]
+                found.append(self._share(result, made, result.shape))
         self._step = None
         self._engine.world.level()
         return found
 
-    def _share(self, result: Parcel, outs: Mapping[int, Sequence[Tensor]]) -> Tensor:
-        """Give a result of one stage to all of them."""
-        if result.source in outs:
-            box = outs[result.source][self._leaves[result.source][result.output]].contiguous()
+    def _share(self, result: Parcel, made: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Give a result that one stage has made to all of them."""
+        if made is not None:
+            box = made.contiguous()
         else:
-            box = torch.empty(result.shape, dtype=result.dtype, device=self._engine.world.device)
+            box = torch.empty(shape, dtype=result.dtype, device=self._engine.world.device)
         source = result.source % self._axis.size
         self._axis.broadcast(_bytes(box), source, f"output {result.name}").wait()
         return box
 
     def train(self, micro_batches: Sequence[list[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
         """Run a training step's forwards and backwards; return its loss and its gradients."""
-        engine, part, num = self._engine, self.part, len(micro_batches)
-        engine.store.grads.rest()
-        seeds = [(self.executable.seed(), self.executable.seed()) for _ in range(num)]
-        step = self._step = _TrainingStep(micro_batches, seeds, left=num * len(self._stages))
-        moves = self._moves(num)
-        names = [n for n in part.trained if n in engine.store.params]
+        step = self._begun(micro_batches)
+        moves = self._moves(step.num)
+        grads = self._with_gradients(step, lambda: moves(self))
+        return self._mean(step.losses, step.num), grads
+
+    def train_forward(self, micro_batches: Sequence[list[Any]]) -> tuple[_TrainingStep, list[Any]]:
+        """Run a training step's forwards; return the step, and the results of the whole batch."""
+        step = self._step = self._begun(micro_batches)
+        step.writes = self._engine.store.poll_writes()
+        step.rest = self._moves(step.num)(self)
+        assert step.rest is not None, "a step whose loss is outside waits for it"
         with self.executable.guard(micro_batches[0]), torch.no_grad():
+            next(step.rest)
+            self._finish_sending()
+            found = []
+            for result in self.part.results:
+                shape = step.num * result.shape[0], *result.shape[1:]
+                found.append(self._share(result, step.results.pop(result, None), shape))
+        self._step = None
+        self._engine.world.level()
+        return step, found
+
+    def train_backward(
+        self, step: _TrainingStep, grads: Sequence[Tensor | None]
+    ) -> dict[str, Tensor]:
+        """Run its backwards, given the gradients of the results; return the parameters'."""
+        if self._engine.store.poll_writes() != step.writes:
+            raise GradientError(
+                f"{self.executable.contract.label}: the parameters were changed (by an optimizer "
+                "step, a load or an in-place write) between this forward and its backward, so its "
+                "gradients would be wrong. Run backward before the change."
+            )
+        for result, grad in zip(self.part.results, grads, strict=True):
+            if result.output not in self.part.constant and grad is not None:
+                step.grads[result.output] = grad
+        rest = step.rest
+        assert rest is not None, "its forwards have run"
+
+        def moves() -> None:
+            for _ in rest:
+                raise AssertionError("a step waits for the caller once")
+
+        return self._with_gradients(step, moves)
+
+    def _begun(self, micro_batches: Sequence[list[Any]]) -> _TrainingStep:
+        self._engine.store.grads.rest()
+        num = len(micro_batches)
+        seeds = [(self.executable.seed(), self.executable.seed()) for _ in range(num)]
+        return _TrainingStep(micro_batches, seeds, left=num * len(self._stages))
+
+    def _with_gradients(
+        self, step: _TrainingStep, moves: Callable[[], object]
+    ) -> dict[str, Tensor]:
+        """Make moves that end a step; return the gradients of this rank's parameters."""
+        engine = self._engine
+        names = [n for n in self.part.trained if n in engine.store.params]
+        self._step = step
+        with self.executable.guard(step.micro_batches[0]), torch.no_grad():
             with engine.gradients.apart(names) as found:
-                moves(self)
+                moves()
                 self._finish_sending()
             grads = {n: g for n, g in zip(names, found, strict=True) if g is not None}
             self._add_shared(grads)
-            loss = self._mean(step.losses, num)
         self._step = None
         engine.world.level()
-        return loss, grads
+        return grads
 
     # -- what a schedule calls ------------------------------------------------------------------
     def receive(self, name: str, micro_batch: int, source: int, target: int) -> None:
@@ -245,7 +315,18 @@ class PipelineRun:
             tangents[part.loss] = torch.full(
                 shape, 1.0 / step.num, dtype=dtype, device=self._engine.world.device
             )
+        for result in part.results if part.loss is None else ():
+            if result.source == stage and result.output in executable.contract.tangents:
+                tangents[result.output] = self._piece(step, result, micro_batch)
         return step.saved.pop((stage, micro_batch)), tangents, step.seeds[micro_batch][1]
+
+    def _piece(self, step: _TrainingStep, result: Parcel, micro_batch: int) -> Tensor:
+        """Return the gradient of a micro-batch's result; zeros if the loss does not read it."""
+        whole = step.grads.get(result.output)
+        if whole is None:
+            return torch.zeros(result.shape, dtype=result.dtype, device=self._engine.world.device)
+        rows = result.shape[0]
+        return whole[micro_batch * rows : (micro_batch + 1) * rows]
 
     def _note_gradients(
         self, step: _TrainingStep, stage: int, micro_batch: int, grads: Sequence[Tensor]
@@ -294,7 +375,17 @@ class PipelineRun:
             step.saved[stage, micro_batch] = saved
             if part.loss in leaves:
                 step.losses[micro_batch] = outs[leaves[part.loss]]
+            for result in part.results if part.loss is None else ():
+                if result.source == stage:
+                    self._fill_in(step, result, micro_batch, outs[leaves[result.output]])
         return outs
+
+    def _fill_in(self, step: _TrainingStep, result: Parcel, micro_batch: int, made: Tensor) -> None:
+        """Copy a micro-batch's result to its place among those of the whole batch."""
+        rows = result.shape[0]
+        if result not in step.results:
+            step.results[result] = made.new_empty((step.num * rows, *result.shape[1:]))
+        step.results[result][micro_batch * rows : (micro_batch + 1) * rows] = made
 
     def _mean(self, losses: Mapping[int, Tensor], num: int) -> Tensor:
         """Return on every rank the mean of the micro-batches' losses, which one stage has."""
@@ -367,6 +458,30 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
+def _check_backward(run: PipelineRun, is_left: bool) -> None:
+    """Raise if a backward cannot hand out the gradients of a step.
+
+    is_left: the step has not handed them out before.
+    """
+    label = run.executable.contract.label
+    if torch.is_grad_enabled():
+        raise GradientError(
+            f"{label}: create_graph=True needs gradients of gradients, which a compiled "
+            "backward does not have. Use the uncompiled model for double backward"
+        )
+    if not is_left:
+        raise GradientError(
+            f"{label}: backward ran a second time, but a pipeline hands the gradients of a "
+            "step out once. Call the model again"
+        )
+    if not will_run(run._anchor.always):
+        raise GradientError(
+            f"{label}: a pipeline sets p.grad of all parameters, and was asked for some "
+            "gradients alone (torch.autograd.grad, or backward(inputs=...)). Call "
+            "loss.backward() and read p.grad"
+        )
+
+
 class _Trained(torch.autograd.Function):
     """A training step that has already run; its backward hands out the gradients."""
 
@@ -383,23 +498,37 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         run: PipelineRun = ctx.run
-        label = run.executable.contract.label
-        if torch.is_grad_enabled():
-            raise GradientError(
-                f"{label}: create_graph=True needs gradients of gradients, which a compiled "
-                "backward does not have. Use the uncompiled model for double backward"
-            )
-        if ctx.grads is None:
-            raise GradientError(
-                f"{label}: backward ran a second time, but a pipeline hands the gradients of a "
-                "step out once. Call the model again"
-            )
-        if not will_run(run._anchor.always):
-            raise GradientError(
-                f"{label}: a pipeline sets p.grad of all parameters, and was asked for some "
-                "gradients alone (torch.autograd.grad, or backward(inputs=...)). Call "
-                "loss.backward() and read p.grad"
-            )
+        _check_backward(run, ctx.grads is not None)
         grads, ctx.grads = ctx.grads, None
         run._engine.gradients.hand_out(run.part.trained, grads, grad)
+        return None, None, None
+
+
+class _Opened(torch.autograd.Function):
+    """A training step whose forwards have run; its backward runs the backwards."""
+
+    @staticmethod
+    def forward(ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor) -> Any:
+        try:
+            ctx.step, found = run.train_forward(micro_batches)
+        except BaseException:
+            run.forget()
+            raise
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        pairs = zip(run.part.results, found, strict=True)
+        ctx.mark_non_differentiable(*(v for r, v in pairs if r.output in run.part.constant))
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        run: PipelineRun = ctx.run
+        _check_backward(run, ctx.step is not None)
+        step, ctx.step = ctx.step, None
+        try:
+            found = run.train_backward(step, grads)
+        except BaseException:
+            run.forget()
+            raise
+        run._engine.gradients.hand_out(run.part.trained, found, torch.ones(()))
         return None, None, None

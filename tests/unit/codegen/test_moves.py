@@ -229,3 +229,58 @@ def test_lines_may_be_moved_and_what_runs_is_the_file(tmp_path: Path) -> None:
     assert runtime.calls.count("forward") == runtime.calls.count("backward") == 3
     with pytest.raises(PlanError, match="is for 3 micro-batches, and the batch is cut into 6"):
         Steps(program)(6)
+
+
+# -- a loss that the caller computes ---------------------------------------------------------------
+def outside() -> list[Planned]:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    captured = zerofx.capture(model, (torch.randn(2, 4),))
+    parallel = {"pipeline": 2, "schedule": "gpipe", "micro_batches": 3}
+    plan = zerofx.Plan(stage=3, kernels="aten", parallel=parallel)
+    return [zerofx.rewrite(captured, plan, 4, position=p) for p in range(2)]
+
+
+def test_a_step_waits_for_the_caller_between_forward_and_backward(tmp_path: Path) -> None:
+    for position, program in enumerate(outside()):
+        text = render_moves(program)
+        lines = [x.strip() for x in text.partition("def step(rt):")[2].splitlines() if x.strip()]
+        before, after = lines[: lines.index("yield")], lines[lines.index("yield") + 1 :]
+        assert sum(x.startswith("rt.forward(") for x in before) == 3
+        assert sum(x.startswith("rt.backward(") for x in after) == 3
+        assert not any(x.startswith("rt.backward(") for x in before)
+        assert len(read_moves(program, text)) == len(lines) - 1
+        directory = program.emit(tmp_path / str(position))
+        assert render_moves(zerofx.load_program(directory)) == text
+
+
+def moved_up(text: str) -> str:
+    return text.replace("    yield\n", "").replace("    rt.", "    yield\n    rt.", 1)
+
+
+def moved_down(text: str) -> str:
+    return text.replace("    yield\n", "").rstrip("\n") + "\n    yield\n"
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda text: text.replace("    yield\n", ""), "it has 0 times yield"),
+        (
+            lambda text: text.replace("    yield\n", "    yield\n    yield\n"),
+            "it has 2 times yield",
+        ),
+        (moved_up, "of stage 0.* comes after yield|in stage 0: it comes after yield"),
+        (moved_down, "it comes before yield, where the caller computes the loss"),
+    ],
+)
+def test_a_wait_at_a_wrong_place_is_refused(edit: Callable[[str], str], said: str) -> None:
+    program = outside()[0]
+    with pytest.raises(ProgramError, match=said):
+        read_moves(program, edit(render_moves(program)))
+
+
+def test_a_step_whose_loss_is_inside_waits_for_nothing() -> None:
+    program = stages(ONE_BY_ONE)[0]
+    text = render_moves(program)
+    with pytest.raises(ProgramError, match="it has a yield, but forward returns the loss"):
+        read_moves(program, text + "    yield\n")

@@ -185,8 +185,13 @@ def test_what_cannot_be_cut_is_named() -> None:
         capture_of(Skipping(), ids, 2)
     with pytest.raises(CaptureError, match="BatchNorm"):
         capture_of(Normed(), torch.randn(4, 4), 2)
-    with pytest.raises(CaptureError, match="forward must return the loss"):
-        capture_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4), 2)
+    two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="forward returns no loss, and under"):
+        capture_of(two, torch.randn(2, 4), 2)
+    plan = zerofx.Plan(kernels="aten", parallel={"pipeline": 2, "schedule": "gpipe"})
+    two.append(nn.Flatten(0))
+    with pytest.raises(CaptureError, match=r"output has the shape \[8\] for a micro-batch of 2"):
+        zerofx.rewrite(zerofx.capture(two, (torch.randn(2, 4),)), plan, world_size=2)
     with pytest.raises(PlanError, match="pipeline = 9 stages, and the model has 5 units"):
         capture_of(Skipping(), ids, 9)
     with pytest.raises(PlanError, match=r"no unit is named 'block.2'; did you mean"):

@@ -77,7 +77,34 @@ def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
         ),
         _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),
         *_of_other_stages(program, life),
+        *_results_of_all(program, life),
     ]
+
+
+def _results_of_all(program: Planned, life: Lifetimes) -> list[Storage]:
+    """Return what the caller of a pipeline is given to compute the loss from, and its gradients.
+
+    Every rank has the results of all micro-batches. The stage that makes them fills them in as they
+    come, and in backward reads one micro-batch's gradients, which its graph counts.
+    """
+    if not program.has_loss_outside:
+        return []
+    stage, parallel = program.stage, program.plan.parallel
+    num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+    begin = next(t for t, (graph, _) in enumerate(life.nodes) if graph == BACKWARD)
+    found = []
+    for wire in stage.results:
+        size = num * nbytes(wire.value)
+        is_mine = wire.source == stage.position
+        birth = 0 if is_mine else begin
+        name = f"{wire.name} of all micro-batches"
+        found.append(Storage(Category.OUTPUTS, size, name, birth, life.end, Info()))
+        if wire.output not in program.calling.detached:
+            others = size - is_mine * nbytes(wire.value)
+            found.append(
+                Storage(Category.GRADIENTS, others, f"gradient of {name}", begin, life.end, Info())
+            )
+    return found
 
 
 def saved_bytes(program: Planned) -> int:
