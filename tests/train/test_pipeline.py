@@ -120,6 +120,7 @@ def slow(*values: Any) -> Any:
         slow("llama", 4, {"stage": 2, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
         slow("llama", 8, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
         slow("bert", 4, {"stage": 3, "parallel": {"pipeline": 2, "micro_batches": 4}}),
+        slow("mixtral", 4, {"stage": 1, "parallel": {"pipeline": 2, "tensor": 2}}),
     ],
 )
 def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:

@@ -90,6 +90,7 @@ def slow(*values: Any) -> Any:
         slow("t5", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("mixtral", 2, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("mixtral", 2, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
+        slow("mixtral", 2, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("qwen3-moe", 4, {"stage": 3, "parallel": {"tensor": 2}}),
         slow("vit", 4, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("llama", 2, {"stage": 3, "parallel": {"tensor": 2}, "activations": "recompute"}),
