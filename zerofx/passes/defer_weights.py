@@ -9,6 +9,7 @@ Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241), s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -76,6 +77,9 @@ class _Division:
         fixed += [n for n in self.calls if any(map(is_param_alias, n.all_input_nodes))]
         self.first: set[fx.Node] = set()
         self.first = self._closure([*sent, *fixed])
+        for node in self.calls:  # the results of a call, with the call
+            if node.target is operator.getitem and node.all_input_nodes[0] in self.first:
+                self.first.add(node)
         self._flops = {n: node_flops(n) for n in self.calls if n not in self.first}
         self._readers: dict[fx.Node, set[fx.Node]] = {}
         for node in self.calls:
