@@ -103,7 +103,7 @@ def test_what_is_extrapolated_equals_the_whole_and_bounds_are_below(
 
 # Fields that stay as they are where a test need not try them all.
 PLAIN = {"offload": "none", "tiling": "off", "bucket_bytes": None, "update": "step"} | {
-    "prefetch": "auto", "kernels": "aten",
+    "prefetch": "auto", "kernels": "aten", "parallel": "none",
 }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from zerofx.ir.program import (
     Reference,
     Stage,
     Sum,
+    Unproved,
     Wire,
 )
 from zerofx.ir.verify_values import SHORT, Numbering, label_of, sum_digest
@@ -657,6 +658,8 @@ class Cutting:
     def _take_reference(self, wires: list[Wire], position: int) -> None:
         """Set the stage's reference: what it must send, and its part of the captured outputs."""
         program, whole = self.program, self.program.reference
+        if whole is Unproved.NOT_YET:  # passes run for pricing alone
+            return
         assert isinstance(whole, Reference), "stages are cut after merge-tied"
         kinds = {FORWARD: Role.OUTPUT, BACKWARD: Role.INPUT_GRAD}
         due = {(kinds[w.graph], w.output): w.digest for w in wires if w.source == position}

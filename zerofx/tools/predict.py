@@ -90,12 +90,13 @@ def predict(
         described.check_format(checked.precision.compute)
         loop = Loop(accumulation, no_sync)
         setting = Setting(checked, world_size, described, loop=loop)
-        if checked.parallel.pipeline > 1:
-            return _of_pipeline(captured, setting, clips, basis, **known)
-        program = run(captured, setting, proof=Proof.END)
         named = source if isinstance(source, Target) else None
         given = checked, described, world_size, loop, {"clips": clips, **known}
         seek = partial(way_out, named, captured, *given, says)
+        if checked.parallel.pipeline > 1:
+            view = _of_pipeline(captured, setting, clips, basis, **known)
+            return replace(view, seek=seek)
+        program = run(captured, setting, proof=Proof.END)
     else:
         program = replace(finished, hardware=described)
     compiled = reports.regions_as(basis, program)

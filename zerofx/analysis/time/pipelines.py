@@ -23,11 +23,12 @@ from zerofx.analysis.time.forecast import (
 from zerofx.analysis.time.prices import Roofline, collective_us
 from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.tasks import tasks
-from zerofx.analysis.time.timeline import Span, timeline
+from zerofx.analysis.time.timeline import Span, Timeline, timeline
 from zerofx.hardware import Hardware
 from zerofx.ir.meta import nbytes
 from zerofx.ir.program import BACKWARD, FORWARD, Loop, Planned, Wire
 from zerofx.layout.buckets import Layout
+from zerofx.plan.parts import Parallel
 from zerofx.policy import schedules
 from zerofx.policy.schedules import INPUT, WEIGHTS, Action
 
@@ -54,11 +55,9 @@ class StageTimes:
 
     def moved(self, micro_batches: int) -> dict[Lane, int]:
         """Return the bytes that each lane moves in a step."""
-        first, between, last = self.lane_bytes
-        counts = (1 if micro_batches > 1 else 0, max(micro_batches - 2, 0), 1)
-        lanes = dict.fromkeys([*first, *between, *last])
-        pairs = list(zip(counts, self.lane_bytes, strict=True))
-        return {lane: sum(n * part.get(lane, 0) for n, part in pairs) for lane in lanes}
+        lanes = dict.fromkeys(lane for part in self.lane_bytes for lane in part)
+        parts = {lane: [part.get(lane, 0) for part in self.lane_bytes] for lane in lanes}
+        return {lane: round(of_all(each, micro_batches)) for lane, each in parts.items()}
 
     def of(self, action: Action, micro_batches: int) -> float:
         """Return the time of an action."""
@@ -84,15 +83,23 @@ class TimedAction:
 
 def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> StageTimes:
     """Return the times of a stage's forward, backward and step if all its inputs have arrived."""
+    return times_of(steady(program, prices, clips))
+
+
+def steady(program: Planned, prices: Roofline, clips: bool = False) -> Timeline:
+    """Return the timeline of a first, a middle and a last micro-batch, and of the step."""
     looped = replace(program, loop=Loop(STEADY, no_sync=True))
-    found = timeline(tasks(looped, prices, clips))
+    return timeline(tasks(looped, prices, clips))
+
+
+def times_of(found: Timeline) -> StageTimes:
+    """Return the times of a stage from its `steady` timeline."""
     ends: dict[tuple[str, int], float] = {}
     paused: dict[int, float] = {}
     at = 0.0
     moved: list[Counter[Lane]] = [Counter() for _ in range(STEADY)]
     for span in found.spans:
-        is_step = span.task.graph not in (FORWARD, BACKWARD)
-        moved[-1 if is_step else _micro(span)][span.task.lane] += span.task.nbytes
+        moved[part_of_step(span)][span.task.lane] += span.task.nbytes
         if span.task.lane in (Lane.COMPUTE, Lane.HOST):
             key = span.task.graph, _micro(span)
             ends[key] = at = max(at, span.end_us)
@@ -109,6 +116,17 @@ def stage_times(program: Planned, prices: Roofline, clips: bool = False) -> Stag
         lane_bytes=tuple(moved),
         weights=ends[BACKWARD, 1] - paused.get(1, ends[BACKWARD, 1]),
     )
+
+
+def part_of_step(span: Span) -> int:
+    """Return the micro-batch of a task of a `steady` timeline; the last one has the step's."""
+    return _micro(span) if span.task.graph in (FORWARD, BACKWARD) else STEADY - 1
+
+
+def of_all(parts: Sequence[float], micro_batches: int) -> float:
+    """Return a step's amount from that of its first, a middle and its last micro-batch."""
+    first, between, last = parts
+    return (first if micro_batches > 1 else 0) + max(micro_batches - 2, 0) * between + last
 
 
 def _micro(span: Span) -> int:
@@ -157,20 +175,87 @@ def run_on_paper(
 
 
 @dataclass(frozen=True)
+class PaperStep:
+    """A pipeline's step on paper: when each rank works, and when it waits for others.
+
+    times: of each stage. runs: the actions of each rank in one call, with their times; with an
+    interleaved schedule a rank has several stages. calls: of a step.
+    """
+
+    times: tuple[StageTimes, ...]
+    runs: tuple[tuple[TimedAction, ...], ...] = field(repr=False)
+    calls: int = 1
+
+    @cached_property
+    def end_us(self) -> tuple[float, ...]:
+        """What each rank does after its last action: of each of its stages, one by one."""
+        size = len(self.runs)
+        return tuple(sum(t.end for t in self.times[rank::size]) for rank in range(size))
+
+    @cached_property
+    def ends_us(self) -> tuple[float, ...]:
+        """When each rank has ended its step."""
+        before = (self.calls - 1) * max(runs[-1].end_us for runs in self.runs)
+        pairs = zip(self.runs, self.end_us, strict=True)
+        return tuple(before + runs[-1].end_us + end for runs, end in pairs)
+
+    @cached_property
+    def busy_us(self) -> tuple[float, ...]:
+        """What each rank works in a step, the optimizer's step with it."""
+        pairs = zip(self.runs, self.end_us, strict=True)
+        works = ((sum(r.end_us - r.start_us for r in runs), end) for runs, end in pairs)
+        return tuple(self.calls * each + end for each, end in works)
+
+    @property
+    def step_us(self) -> float:
+        return max(self.ends_us)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """The share of the step in which each rank waits for others."""
+        step = self.step_us
+        return tuple(1 - busy / step if step else 0.0 for busy in self.busy_us)
+
+
+def paper_step(
+    parallel: Parallel, micro_batches: int, times: Sequence[StageTimes],
+    wires: Mapping[Wire, float], calls: int = 1, is_training: bool = True,
+) -> PaperStep:  # fmt: skip
+    """Run a step of the plan's schedule on paper, with the times of all stages."""
+    size, turns = parallel.pipeline, parallel.interleave
+    orders = schedules.orders(parallel.schedule, size, micro_batches, turns)
+    if not is_training:
+        orders = [tuple(Action(FORWARD, 0, turn) for turn in range(turns))] * size
+    runs = run_on_paper(orders, times, wires)
+    return PaperStep(tuple(times), tuple(map(tuple, runs)), calls)
+
+
+@dataclass(frozen=True)
 class PipelineForecast:
     """A step of all stages of a pipeline: the memory of each, and when each runs.
 
-    stages: the forecast of each stage's program by itself, as if it waited for no other. times:
-    what each takes of it. runs: the actions of each rank in one call, with their times; with
-    an interleaved schedule a rank has several stages.
-    micro_batches: of a call. calls: of a step.
+    stages: the forecast of each stage's program by itself, as if it waited for no other.
+    micro_batches: of a call.
     """
 
     stages: tuple[Forecast, ...]
-    times: tuple[StageTimes, ...]
-    runs: tuple[tuple[TimedAction, ...], ...] = field(repr=False)
+    paper: PaperStep
     micro_batches: int
-    calls: int = 1
+
+    @property
+    def times(self) -> tuple[StageTimes, ...]:
+        """What each stage takes of a step."""
+        return self.paper.times
+
+    @property
+    def runs(self) -> tuple[tuple[TimedAction, ...], ...]:
+        """The actions of each rank in one call, with their times."""
+        return self.paper.runs
+
+    @property
+    def calls(self) -> int:
+        """The calls of a step."""
+        return self.paper.calls
 
     @property
     def program(self) -> Planned:
@@ -198,42 +283,31 @@ class PipelineForecast:
         """Return the position of the ranks that have a stage."""
         return stage % len(self.runs)
 
-    @cached_property
+    @property
     def end_us(self) -> tuple[float, ...]:
-        """What each rank does after its last action: of each of its stages, one by one."""
-        size = len(self.runs)
-        return tuple(sum(t.end for t in self.times[rank::size]) for rank in range(size))
+        """What each rank does after its last action."""
+        return self.paper.end_us
 
-    @cached_property
-    def ends_us(self) -> tuple[float, ...]:
-        """When each rank has ended its step."""
-        before = (self.calls - 1) * max(runs[-1].end_us for runs in self.runs)
-        pairs = zip(self.runs, self.end_us, strict=True)
-        return tuple(before + runs[-1].end_us + end for runs, end in pairs)
-
-    @cached_property
+    @property
     def busy_us(self) -> tuple[float, ...]:
-        """What each rank works in a step, the optimizer's step with it."""
-        pairs = zip(self.runs, self.end_us, strict=True)
-        works = ((sum(r.end_us - r.start_us for r in runs), end) for runs, end in pairs)
-        return tuple(self.calls * each + end for each, end in works)
+        """What each rank works in a step."""
+        return self.paper.busy_us
 
     @property
     def idle(self) -> tuple[float, ...]:
         """The share of the step in which each rank waits for others."""
-        step = max(self.ends_us)
-        return tuple(1 - busy / step if step else 0.0 for busy in self.busy_us)
+        return self.paper.idle
 
     @property
     def step_us(self) -> Range:
         """The step, with the relative bounds of the slowest stage's own tasks."""
         slowest = max(self.stages, key=lambda f: f.step_us.middle).step_us
-        return self._like(slowest, max(self.ends_us))
+        return self._like(slowest, self.paper.step_us)
 
     @property
     def idle_us(self) -> Range:
         """What ranks wait for others in a step, on average."""
-        waits = max(self.ends_us) * sum(self.idle) / len(self.runs)
+        waits = self.paper.step_us * sum(self.idle) / len(self.runs)
         return self._like(self.step_us, waits)
 
     @staticmethod
@@ -339,15 +413,11 @@ def pipeline_forecast(
         for program, regions in zip(programs, each, strict=True)
     )
     times = [stage_times(p, Roofline.of(p.plan, hardware, p.world_size), clips) for p in programs]
-    orders = schedules.orders(parallel.schedule, parallel.pipeline, num, parallel.interleave)
-    if BACKWARD not in programs[0].graphs:
-        orders = [tuple(Action(FORWARD, 0, turn) for turn in range(parallel.interleave))] * len(
-            orders
-        )
     wires = {w: wire_us(w, hardware, layout) for w in programs[0].stage.wires}
-    runs = run_on_paper(orders, times, wires)
     calls = max(1, programs[0].loop.accumulation // num)
-    return PipelineForecast(stages, tuple(times), tuple(map(tuple, runs)), num, calls)
+    is_training = BACKWARD in programs[0].graphs
+    paper = paper_step(parallel, num, times, wires, calls, is_training)
+    return PipelineForecast(stages, paper, num)
 
 
 def wire_us(wire: Wire, hardware: Hardware, layout: Layout) -> float:

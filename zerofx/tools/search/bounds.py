@@ -3,20 +3,26 @@
 Memory is at least the persistent bytes plus the peak of activations; a step takes at least the time
 of its longest lane. Compute and activations are those of the same model on one rank without
 sharding, found once per shape of micro-batch. The rest are closed forms in the parameters.
+
+With tensor or context axes, they are those of one such group of ranks, the exchange of values with
+them. In a pipeline of P ranks, M micro-batches take (M - 1) times what the slowest rank takes of
+one, plus one micro-batch through all ranks; the first rank holds P of them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 from zerofx.analysis.memory.memory import Memory
 from zerofx.analysis.memory.storage import Category
 from zerofx.analysis.time.forecast import forecast
 from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.steps import Lane
+from zerofx.errors import CaptureError, TargetError
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
 from zerofx.layout.buckets import Mesh
@@ -24,7 +30,7 @@ from zerofx.layout.tiers import Tier
 from zerofx.passes.order import Setting
 from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
-from zerofx.tools.search.family import Family
+from zerofx.tools.search.family import WHOLE, Family
 from zerofx.tools.search.space import Choice
 
 ITEM_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -44,15 +50,31 @@ class Alone:
     activation_bytes: float
     copies_us: float  # of the lane that copies most
     launches_us: float  # of the host
+    layer_us: float = 0.0  # of the compute, for each layer
+    layer_bytes: float = 0.0  # of the activations
+    values_us: float = 0.0  # of the compute, in which other ranks' values are waited for
+
+    def part(self, share: float) -> Alone:
+        """Return the least of a smaller micro-batch, of this share of the samples."""
+        return Alone(*(share * value for value in astuple(self)))
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds of a choice; `lane` is the one with the longest time."""
+    """Lower bounds of a choice; `lane` is the one with the longest time.
+
+    idle_us: the part of the time in which ranks of a pipeline wait for others, on average.
+    """
 
     step_us: float
     peak_bytes: float
     lane: str
+    idle_us: float = 0.0
+
+
+def _activations(choice: Choice) -> tuple[Any, str]:
+    """Return what happens to activations, and the tier that they are offloaded to."""
+    return choice.plan.activations, choice.plan.offload.activations
 
 
 NOTHING = Alone(0.0, 0.0, 0.0, 0.0)
@@ -87,11 +109,37 @@ class Bounds:
         Recomputing and copying activations only add to compute. If no rate falls with size, a
         sample of a smaller micro-batch takes at least as long as one of the largest.
         """
+        if choice.plan.parallel.is_used:
+            return self._with_axes(choice, "keep", "none")
         if not self._rates_grow and choice.samples != self.plainest.samples:
             return Bound(0.0, self._peak_bytes(choice, NOTHING), "compute")
         most = self._of_one_rank(self.plainest)
         part = choice.samples / self.plainest.samples
         return self._bound(choice, Alone(most.compute_us * part, 0.0, 0.0, most.launches_us))
+
+    def closer(self, choice: Choice) -> Bound:
+        """Return bounds between those of `rough` and `of`, from the largest micro-batch."""
+        if choice.plan.parallel.is_used and choice.plan.activations != "auto":
+            return self._with_axes(choice, *_activations(choice))
+        return self.rough(choice)
+
+    def _with_axes(self, choice: Choice, activations: Any, tier: str) -> Bound:
+        """Return bounds from the largest micro-batch, with activations of a choice or as they are.
+
+        What a rank holds of a sample does not grow with their number, and a part that does not
+        depend on it is counted as if it did, so that the bound holds.
+        """
+        samples = max(self.plainest.samples, choice.samples)
+        try:
+            most = self._alone_with(choice.plan, samples, activations, tier)
+        except (CaptureError, TargetError):  # which the model does not take
+            return Bound(0.0, self._peak_bytes(choice, NOTHING), "compute")
+        found = most.part(choice.samples / samples)
+        if not self._rates_grow and samples != choice.samples:
+            found = replace(found, compute_us=0.0, layer_us=0.0, values_us=0.0)
+        if (activations, tier) != _activations(choice):
+            found = replace(found, activation_bytes=0.0, layer_bytes=0.0)
+        return self._bound(choice, replace(found, launches_us=0.0))
 
     @cached_property
     def _rates_grow(self) -> bool:
@@ -104,73 +152,110 @@ class Bounds:
     def _bound(self, choice: Choice, alone: Alone) -> Bound:
         lanes = self._lanes(choice, alone)
         lane = max(lanes, key=lambda name: lanes[name])
-        return Bound(lanes[lane], self._peak_bytes(choice, alone), lane)
+        size, num = choice.plan.parallel.pipeline, choice.accumulation
+        idle = max(lanes["compute"] - num * alone.compute_us / size, 0.0) if size > 1 else 0.0
+        return Bound(lanes[lane], self._peak_bytes(choice, alone), lane, idle)
 
     def _of_one_rank(self, choice: Choice) -> Alone:
-        plan = choice.plan
-        key = choice.samples, plan.activations, plan.offload.activations
+        return self._alone_with(choice.plan, choice.samples, *_activations(choice))
+
+    def _alone_with(self, plan: Plan, samples: int, activations: Any, tier: str) -> Alone:
+        axes = replace(plan.parallel, pipeline=1, interleave=1, schedule="1f1b", **WHOLE)
+        outputs = "loss" if plan.parallel.pipeline > 1 else plan.outputs
+        key = samples, activations, tier, axes, outputs
         if key not in self._alone:
-            offload = {"activations": plan.offload.activations, "path": plan.offload.path}
-            if plan.offload.activations != "nvme":
+            offload = {"activations": tier, "path": plan.offload.path}
+            if tier != "nvme":
                 del offload["path"]
-            bare = Plan.from_dict(plan.to_dict() | ALONE | {"offload": offload})
+            own = {"offload": offload, "parallel": axes.to_plain(), "outputs": outputs}
+            bare = replace(Plan.from_dict(plan.to_dict() | ALONE | own), activations=activations)
             self.hardware.check_format(plan.precision.compute)
-            programs = self.family.finished(
-                choice.samples, Setting(bare, 1, self.hardware, loop=Loop()), key
-            )
+            setting = Setting(bare, axes.num_shared, self.hardware, loop=Loop())
+            programs = self.family.finished(samples, setting, key)
             found = [self._alone_in(program) for program in programs]
-            columns = zip(*found, strict=True)
-            self._alone[key] = Alone(*map(self.family.extrapolated, columns))
+            columns = list(zip(*found, strict=True))
+            compute, activations, copies, launches, values = map(self.family.extrapolated, columns)
+            self._alone[key] = Alone(
+                compute, activations, copies, launches,
+                self.family.slope(columns[0]), self.family.slope(columns[1]), values,
+            )  # fmt: skip
         return self._alone[key]
 
-    def _alone_in(self, program: Planned) -> tuple[float, float, float, float]:
+    def _alone_in(self, program: Planned) -> tuple[float, float, float, float, float]:
         found = forecast(program, self.hardware)
         spans = found.timeline.spans
         compute = sum(s.task.us for s in spans if s.task.kind in ("region", "pack"))
+        values = 0.0
+        if program.plan.parallel.is_used:  # values of other ranks are waited for as well
+            lanes = (Lane.COMPUTE, Lane.VALUES)
+            own = [s for s in spans if s.task.graph != "step" and s.task.lane in lanes]
+            until = max((s.end_us for s in own), default=0.0)
+            values, compute = max(until - compute, 0.0), max(until, compute)
         copies = max(found.timeline.busy_us[lane] for lane in BESIDE)
         launches = found.timeline.busy_us[Lane.HOST]
-        return compute, _most_held(found.memory), copies, launches
+        return compute, _most_held(found.memory), copies, launches, values
 
     # -- time -------------------------------------------------------------------------------
     def _lanes(self, choice: Choice, alone: Alone) -> dict[str, float]:
         """Return the least time of each lane; the device computes, updates and waits in one."""
         plan, times = choice.plan, choice.accumulation
+        parallel = plan.parallel
         prices = Roofline.of(plan, self.hardware, self.world_size)
         ranks, copies = plan.axis_sizes(self.world_size)
         numel, item = self.family.numel, ITEM_BYTES[plan.precision.compute]
         trained = self.family.trained_numel
+        numel, trained = numel // parallel.num_dividing, trained // parallel.num_dividing
         tier = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}[plan.offload.optimizer]
         update = prices.update(Tier.HOST if tier is Tier.NVME else tier, trained // ranks).us
-        compute = times * alone.compute_us
+        compute = self._micro_batches_us(choice, alone)
         is_beside = plan.update == "in-backward" and tier is not Tier.DEVICE
         lanes = {
             "compute": compute if is_beside else compute + update,
-            "launches": times * alone.launches_us,
+            "launches": times * alone.launches_us / parallel.pipeline,
             "host update": update if is_beside else 0.0,
             "copies": times * alone.copies_us + self._state_copies(choice, prices, ranks),
         }
         if ranks > 1:
             gathered = item * (self._gathers(choice) if plan.stage == 3 else numel)
-            lanes["gather"] = prices.collective("all_gather", int(gathered), ranks, 1).us
+            gather = prices.collective("all_gather", int(gathered), ranks, parallel.tensor)
+            lanes["gather"] = gather.us
         reduced = trained * ITEM_BYTES[plan.precision.reduce]
-        reduces = 1 if choice.no_sync else times
-        for leg in reduction.legs(Mesh.of(shard=ranks, replicate=copies)):
+        reduces = 1 if choice.no_sync or parallel.pipeline > 1 else times
+        mesh = Mesh.of(
+            shard=ranks, replicate=copies, tensor=parallel.tensor, pipeline=parallel.pipeline,
+            context=parallel.context,
+        )  # fmt: skip
+        for leg in reduction.legs(mesh):
             each = prices.collective(leg.kind, reduced, leg.size, leg.stride).us
             lanes["reduce"] = lanes.get("reduce", 0.0) + reduces * each
             reduced //= leg.num_slices
         return lanes
+
+    def _micro_batches_us(self, choice: Choice, alone: Alone) -> float:
+        """Return the least time for the forwards and backwards of all micro-batches."""
+        parallel, num = choice.plan.parallel, choice.accumulation
+        size, turns = parallel.pipeline, parallel.interleave
+        if size == 1:
+            return num * alone.compute_us
+        most = max(self.family.layers_of_ranks(parallel), default=0)
+        slowest = max(alone.compute_us / size, most * alone.layer_us)
+        through = alone.compute_us / size + alone.compute_us * (size - 1) / (size * turns)
+        return (num - 1) * slowest + max(through, slowest)
 
     def _gathers(self, choice: Choice) -> int:
         """Return the elements gathered in a step at stage 3.
 
         In forward all, in backward those of all layers but one, which may still be gathered.
         """
-        again = self.family.layer_numel * max(self.family.layers - 1, 0)
-        return choice.accumulation * (self.family.numel + again)
+        parallel = choice.plan.parallel
+        layers = self.family.layers // parallel.pipeline - parallel.interleave
+        again = self.family.layer_numel * max(layers, 0) // parallel.tensor
+        return choice.accumulation * (self.family.numel // parallel.num_dividing + again)
 
     def _state_copies(self, choice: Choice, prices: Roofline, ranks: int) -> float:
         """Return the least time to move gradients off, parameters up, or states from disk."""
-        offload, part = choice.plan.offload, self.family.trained_numel // ranks
+        offload = choice.plan.offload
+        part = self.family.trained_numel // (ranks * choice.plan.parallel.num_dividing)
         if offload.optimizer == "none":
             return 0.0
         half = 2 * part  # of no format of fewer bytes
@@ -182,9 +267,10 @@ class Bounds:
     # -- memory -----------------------------------------------------------------------------
     def _peak_bytes(self, choice: Choice, alone: Alone) -> float:
         """Return the persistent bytes plus the peak of activations, or plus all gradients."""
-        plan = choice.plan
-        ranks, _ = plan.axis_sizes(self.world_size)
-        numel, trained = self.family.numel, self.family.trained_numel
+        plan, parallel = choice.plan, choice.plan.parallel
+        ranks, copies = plan.axis_sizes(self.world_size)
+        numel = self.family.numel / parallel.num_dividing
+        trained = self.family.trained_numel / parallel.num_dividing
         master, item = ITEM_BYTES[plan.precision.master], ITEM_BYTES[plan.precision.compute]
         is_away = plan.offload.optimizer != "none"
         lasting = 0.0
@@ -195,12 +281,29 @@ class Bounds:
         is_own_copy = ranks == 1 and item == master and not is_away
         if plan.stage < 3 and not is_own_copy:
             lasting += item * numel - (item * numel / ranks if is_away else 0)
-        gathered = item * self.family.layer_numel if plan.stage == 3 and ranks > 1 else 0
+        layer = self.family.layer_numel / parallel.tensor
+        gathered = item * layer if plan.stage == 3 and ranks > 1 else 0
         if plan.tiling != "off":
             gathered = 0
+        if parallel.pipeline > 1:
+            return lasting + gathered + self._in_pipeline(choice, alone, trained, ranks * copies)
         in_forward = max(alone.activation_bytes, 0.0) + gathered
         stands = plan.update == "step" and not is_away
         return lasting + max(in_forward, master * trained / ranks if stands else 0.0)
+
+    def _in_pipeline(self, choice: Choice, alone: Alone, trained: float, ranks: int) -> float:
+        """Return what a rank holds of gradients, and of micro-batches that are under way.
+
+        The rank at position p of P has P - p micro-batches under way, or all that there are. With
+        whole gradients summed, those of a stage are there until the last micro-batch.
+        """
+        plan, num = choice.plan, choice.accumulation
+        size = plan.parallel.pipeline
+        layers = enumerate(self.family.layers_of_ranks(plan.parallel))
+        most = max((min(num, size - rank) * own for rank, own in layers), default=0)
+        saved = most * alone.layer_bytes
+        sums = plan.parallel.accumulate == "whole" and num > 1 and ranks > 1
+        return saved + (ITEM_BYTES[plan.precision.master] * trained if sums else 0.0)
 
 
 def _most_held(memory: Memory) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofx.analysis.time.forecast import available_bytes
@@ -14,6 +14,7 @@ from zerofx.plan.sizes import format_bytes
 from zerofx.tools.search.bounds import Bound, Bounds
 from zerofx.tools.search.family import Family, Says, silent
 from zerofx.tools.search.outcome import Counts, Found, Outcome, outcome
+from zerofx.tools.search.reasons import family_of, verdicts
 from zerofx.tools.search.space import Choice, Space
 from zerofx.tools.words import counted
 
@@ -24,6 +25,9 @@ LEVELS = (1.0, 0.5, 0.25)
 # Plans priced at most for each smaller part, for which bounds on memory are loose. The search for
 # the fastest plan of the whole memory has no limit.
 MOST_PRICED = 24
+# Plans priced at most for a family of axes, to have one that fits to compare with.
+FAMILY_TRIES = 2
+MOST_WITH_AXES = 4  # the same where axes are searched, of which a plan takes longer to price
 
 
 @dataclass
@@ -37,6 +41,7 @@ class Search:
     refused: dict[Choice, str] = field(default_factory=dict)
     bounded: dict[Choice, Bound] = field(default_factory=dict)
     exact: set[Choice] = field(default_factory=set)
+    closer: set[Choice] = field(default_factory=set)
     says: Says = silent
 
     @property
@@ -71,22 +76,63 @@ class Search:
             self.says(
                 f"{counted(len(choices), 'plan')}: the fastest within {memory} per device", False
             )
-            self.fastest_within(level * limit, choices, None if level == 1.0 else MOST_PRICED)
+            most = MOST_WITH_AXES if self.space.most_stages else MOST_PRICED
+            self.fastest_within(level * limit, choices, None if level == 1.0 else most)
+        if self.space.has_axes:
+            self._price_each_family(choices, limit)
         too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
         fits = [o for o in self.priced.values() if not o.shortages]
         fits.sort(key=lambda o: (o.step_us, o.choice.place))
         counts = Counts(len(choices), too_large, len(self.priced), len(self.refused))
         refusal = next(iter(self.refused.values()), "")
-        return Found(self.space, tuple(fits), tuple(self.priced.values()), counts, refusal)
+        found = Found(self.space, tuple(fits), tuple(self.priced.values()), counts, refusal)
+        if not fits or not self.space.has_axes:
+            return found
+        said = verdicts(self.space, found.best, found.priced, self.bounded, self.refused)
+        return replace(found, verdicts=said)
+
+    def _price_each_family(self, choices: Sequence[Choice], limit: float) -> None:
+        """Price one plan that may fit of each family of axes that has none, to compare with."""
+        known = {family_of(c.plan.parallel) for c, o in self.priced.items() if o.fits}
+        waiting: dict[str, list[Choice]] = {}
+        for choice in choices:
+            name = family_of(choice.plan.parallel)
+            if name not in known and choice not in self.priced and choice not in self.refused:
+                waiting.setdefault(name, []).append(choice)
+        for own in waiting.values():
+            for _ in range(FAMILY_TRIES):
+                choice = self._most_promising(own, limit)
+                found = None if choice is None else self.price(choice)
+                if choice is None or (found is not None and found.fits):
+                    break
+
+    def _most_promising(self, choices: Sequence[Choice], limit: float) -> Choice | None:
+        """Return the choice with the least closer bound on time that may fit, None if none may."""
+
+        def could() -> list[Choice]:
+            return [
+                c
+                for c in choices
+                if self.bounded[c].peak_bytes <= limit
+                and c not in self.priced
+                and c not in self.refused
+            ]
+
+        while left := could():
+            first = min(left, key=lambda c: (self.bounded[c].step_us, c.place))
+            if first in self.exact:
+                return first
+            self._next(first)
+        return None
 
     def fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
         """Price choices in the order of their bounds, until no other can be faster.
 
         At most `most` new ones are priced, if it is a number.
 
-        Bounds are rough at first, and exact before anything is priced. Of choices that differ only
-        in the prefetch distance, the one with the least memory comes first: the others need at
-        least as much, and overlap at least as many of their transfers.
+        Bounds are rough at first, closer later, and exact before anything is priced. Of choices
+        that differ only in the prefetch distance, the one with the least memory comes first: the
+        others need at least as much, and overlap at least as many of their transfers.
         """
         kin = self._kin(limit, choices)
         waiting = [(self.bounded[each[0]].step_us, each[0].place, each[0]) for each in kin.values()]
@@ -96,11 +142,12 @@ class Search:
             least_us, _, choice = heapq.heappop(waiting)
             if least_us * (1 + TIME_GAP) >= best:
                 return
-            bound = self.exactly(choice)
+            bound = self._next(choice)
             if bound is None or bound.peak_bytes > limit:
                 continue
-            if bound.step_us > least_us:
-                heapq.heappush(waiting, (bound.step_us, choice.place, choice))
+            if bound.step_us > least_us or choice not in self.exact:
+                least_us = max(bound.step_us, least_us)
+                heapq.heappush(waiting, (least_us, choice.place, choice))
                 continue
             found = self.price(choice)
             if found is None or found.peak_bytes > limit or found.shortages:
@@ -122,6 +169,14 @@ class Search:
             kin.sort(key=lambda choice: choice.holds(self.hardware))
         return found
 
+    def _next(self, choice: Choice) -> Bound | None:
+        """Return a closer bound of a choice than the last one, until it is exact."""
+        if choice in self.exact or choice in self.closer or choice in self.refused:
+            return self.exactly(choice)
+        self.closer.add(choice)
+        self.bounded[choice] = self.bounds.closer(choice)
+        return self.bounded[choice]
+
     def exactly(self, choice: Choice) -> Bound | None:
         """Return the bound of a choice, None if the model cannot be captured at its micro-batch."""
         if choice not in self.exact and choice not in self.refused:
@@ -133,7 +188,7 @@ class Search:
         return self.bounded[choice] if choice in self.exact else None
 
     def _refuse(self, choice: Choice, error: CaptureError | TargetError) -> None:
-        """Leave out a micro-batch that the model refuses; raise for that of the example call."""
-        if choice.samples == self.family.samples:
+        """Leave out a micro-batch or axes that the model refuses; raise for the example call."""
+        if choice.samples == self.family.samples and not choice.plan.parallel.is_used:
             raise error
         self.refused[choice] = str(error)

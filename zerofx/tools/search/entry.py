@@ -118,8 +118,13 @@ def search(
     base, settled = _settled(plan, described)
     named = resolve(target, batch, seq) if isinstance(target, str) else target
     family = ModelFamily(base, says=says, target=named)
-    samples, notes = _global_samples(family, world_size, global_samples, batch_tokens)
-    space = Space(described, world_size, samples, base, settled, family.tiled, nvme)
+    space = Space(
+        described, world_size, 0, base, settled, family.tiled, nvme,
+        most_stages=_most_stages(family, settled), has_sequences=family.tokens > 0,
+    )  # fmt: skip
+    ranks = space.data_ranks()
+    samples, notes = _global_samples(family, world_size, ranks, global_samples, batch_tokens)
+    space = replace(space, global_samples=samples)
     bounds = Bounds(family, described, world_size, space.plainest)
     under_way = Search(family, space, bounds, says=says)
     found = under_way.run()
@@ -138,45 +143,60 @@ def _settled(plan: PlanLike, hardware: Hardware) -> tuple[Plan, frozenset[str]]:
     return Plan.from_dict(given), frozenset(settled)
 
 
+def _most_stages(family: Family, settled: frozenset[str]) -> int:
+    """Return how many pipeline stages plans may have: none if forward returns no loss."""
+    if "parallel" in settled or not family.has_loss:
+        return 0
+    return family.units
+
+
 def _global_samples(
-    family: Family, world_size: int, samples: int | None, tokens: int | None
+    family: Family, world_size: int, ranks: list[int], samples: int | None, tokens: int | None
 ) -> tuple[int, tuple[str, ...]]:
-    """Return the samples of a step of all ranks, and a note if the tokens are rounded."""
+    """Return the samples of a step of all ranks, and a note if the tokens are rounded.
+
+    ranks: the numbers of ranks that may have samples of their own; the others share theirs.
+    """
     if samples is not None and tokens is not None:
         raise PlanError(
             "search: the global batch is given in samples and in tokens. Leave out one of them."
         )
     if tokens is not None:
-        return _of_tokens(family, world_size, tokens)
+        return _of_tokens(family, ranks, tokens)
     if samples is None:
         samples = family.samples * world_size
-    if samples < world_size or samples % world_size:
+    if all(samples < n or samples % n for n in ranks):
+        most = ranks[-1]
         raise PlanError(
             f"search: {counted(samples, 'sample')} per step cannot be divided among "
-            f"{counted(world_size, 'rank')}. Give "
-            f"{max(1, round(samples / world_size)) * world_size}, the nearest number that can."
+            f"{counted(most, 'rank')}. Give "
+            f"{max(1, round(samples / most)) * most}, the nearest number that can."
         )
     return samples, ()
 
 
-def _of_tokens(family: Family, world_size: int, tokens: int) -> tuple[int, tuple[str, ...]]:
-    """Return the most samples, equally many on all ranks, with at most the given tokens."""
+def _of_tokens(family: Family, ranks: list[int], tokens: int) -> tuple[int, tuple[str, ...]]:
+    """Return the most samples, equally many on all ranks, with at most the given tokens.
+
+    If there are too few for all ranks, some of them share samples.
+    """
     if not family.tokens:
         raise PlanError(
             f"search: {counted(tokens, 'token')} per step are given, and no input of {family.name} "
             "is an integer matrix, samples by tokens. Give --global-batch, in samples."
         )
-    least = family.tokens * world_size
-    if tokens < least:
+    most = max((n for n in ranks if n * family.tokens <= tokens), default=0)
+    if not most:
+        least = family.tokens * ranks[-1]
         raise PlanError(
             f"search: {counted(tokens, 'token')} per step are less than a sample of "
-            f"{family.tokens:,} on each of {counted(world_size, 'rank')}. Give {least:,} or more."
+            f"{family.tokens:,} on each of {counted(ranks[-1], 'rank')}. Give {least:,} or more."
         )
-    samples = tokens // least * world_size
+    samples = tokens // (family.tokens * most) * most
     taken = samples * family.tokens
     if taken == tokens:
         return samples, ()
     return samples, (
         f"{tokens:,} tokens per step were given and {taken:,} are used: {samples:,} samples of "
-        f"{family.tokens:,}, equally many on {counted(world_size, 'rank')}",
+        f"{family.tokens:,}, equally many on {counted(most, 'rank')}",
     )

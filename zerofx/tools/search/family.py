@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
@@ -17,13 +17,20 @@ from torch import Tensor, nn
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
 from zerofx.analysis.time.forecast import batch
 from zerofx.capture import capture
+from zerofx.capture.capture import describe_params
+from zerofx.capture.formats import compute_dtypes
+from zerofx.capture.units import find_units
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError
-from zerofx.ir.program import Planned, Program
+from zerofx.ir.program import Loop, ParamInfo, Planned, Program
+from zerofx.passes.cut_stages import unit_positions
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
-from zerofx.passes.placement import capture_options
+from zerofx.passes.place import with_parts
+from zerofx.passes.placement import capture_options, compute_dtype, module_dtypes
+from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
+from zerofx.tools.search.excerpts import Excerpt, excerpt, lengths, rank_kinds
 from zerofx.tools.targets import Target, own_errors
 from zerofx.tools.words import counted
 
@@ -32,6 +39,11 @@ from zerofx.tools.words import counted
 SETTLED = 6
 STRIDE = 2
 BEFORE_BUCKETS = "spill-activations"  # the last pass before the layout of parameters matters
+PLACED = "place"  # the last pass on the whole model, after which pipeline stages are cut
+CUT = "cut-stages"
+
+# Fields of `Parallel` that say nothing about values: how a pipeline runs, and where it is cut.
+WHOLE: dict[str, Any] = {"micro_batches": "auto", "cuts": "auto", "accumulate": "whole"}
 
 # Called with the next action, and whether it is of interest until the following one only.
 Says = Callable[[str, bool], None]
@@ -39,6 +51,30 @@ Says = Callable[[str, bool], None]
 
 def silent(what: str, is_passing: bool) -> None:
     """Ignore the message."""
+
+
+@dataclass(frozen=True)
+class RankPrograms:
+    """The programs of ranks with equal stages, of the first of them.
+
+    positions: of the ranks. variants: the rank's programs, in one model or in two of different
+    lengths, with `fewer` layers less in each stage of the first.
+    """
+
+    positions: tuple[int, ...]
+    variants: tuple[tuple[Planned, ...], ...]
+    fewer: int = 0
+
+    def extrapolated(self, values: tuple[float, ...]) -> float:
+        """Return the value for all layers from that of each variant."""
+        if len(values) == 1:
+            return values[0]
+        short, longer = values
+        return short + (longer - short) * self.fewer / STRIDE
+
+
+# The positions of ranks of a kind, their short pipelines, and the layers less in the first of them.
+Kind = tuple[tuple[int, ...], tuple[Excerpt, ...], int]
 
 
 @dataclass
@@ -52,6 +88,8 @@ class Family(ABC):
     loop: Mapping[str, Any] = field(default_factory=dict)
     says: Says = silent
     _begun: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
+    _placed: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
+    _layers_of_ranks: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     @property
     @abstractmethod
@@ -89,6 +127,11 @@ class Family(ABC):
         return 0
 
     @property
+    def layer_units(self) -> tuple[str, ...]:
+        """The names of those layers."""
+        return ()
+
+    @property
     def layer_numel(self) -> int:
         """Parameters of one layer of that stack, 0 without one."""
         return 0
@@ -103,17 +146,55 @@ class Family(ABC):
         """Return the value for all layers from those found at each of `lengths`."""
 
     @abstractmethod
-    def _program(self, length: int, samples: int) -> Program:
-        """Return the captured program of the first layers, for a micro-batch of this size."""
+    def slope(self, values: tuple[float, ...]) -> float:
+        """Return what one layer adds, at least, from the values found at each of `lengths`."""
+
+    @abstractmethod
+    def described(self, parallel: Parallel) -> list[ParamInfo]:
+        """Return all parameters of the model, as one rank of the tensor axis holds them."""
+
+    @abstractmethod
+    def _program(self, length: int, samples: int, outputs: str = "all") -> Program:
+        """Return the captured program of the first layers, for a micro-batch of this size.
+
+        outputs: what it computes for the caller: "all", or the "loss".
+        """
 
     @property
     def state_bytes(self) -> int:
         """Bytes of optimizer state per element."""
         return self.loop.get("optimizer_bytes", ADAMW_STATE_BYTES)
 
-    def programs(self, samples: int) -> tuple[Program, ...]:
+    @property
+    def has_loss(self) -> bool:
+        """Whether forward returns a loss, which a pipeline needs."""
+        return (
+            self._program(self.lengths[0], self.samples, self.plan.outputs).calling.loss is not None
+        )
+
+    @cached_property
+    def units(self) -> int:
+        """The number of units, of which each pipeline stage has one at least."""
+        return len(unit_positions(self.described(Parallel()), Parallel()))
+
+    def layers_of_ranks(self, parallel: Parallel) -> tuple[int, ...]:
+        """Return how many layers of the stack each rank of a pipeline has; none without a stack.
+
+        Raises:
+            PlanError: the model cannot be cut into as many stages.
+        """
+        key = parallel.tensor, parallel.pipeline, parallel.interleave, parallel.cuts
+        if key not in self._layers_of_ranks:
+            at = unit_positions(self.described(parallel), parallel) if self.layers else {}
+            own = set(self.layer_units)
+            stages = [stage % parallel.pipeline for unit, stage in at.items() if unit in own]
+            counts = tuple(stages.count(rank) for rank in range(parallel.pipeline))
+            self._layers_of_ranks[key] = counts if self.layers else ()
+        return self._layers_of_ranks[key]
+
+    def programs(self, samples: int, outputs: str = "all") -> tuple[Program, ...]:
         """Return the captured program of each length, for a micro-batch of this many samples."""
-        return tuple(self._program(length, samples) for length in self.lengths)
+        return tuple(self._program(length, samples, outputs) for length in self.lengths)
 
     def finished(
         self, samples: int, setting: Setting, shape: tuple[Any, ...]
@@ -123,12 +204,93 @@ class Family(ABC):
         shape: the choices that the passes before the layout of buckets depend on.
         """
         found = []
-        for length, program in zip(self.lengths, self.programs(samples), strict=True):
-            key = length, setting.world_size, shape
+        for length in self.lengths:
+            key = length, setting.world_size, shape, setting.plan.outputs
             if key not in self._begun:
-                self._begun[key] = run(program, setting, BEFORE_BUCKETS, Proof.NONE)
+                self._begun[key] = self._begin(length, samples, setting)
             found.append(resume(self._begun[key], setting, BEFORE_BUCKETS))
         return tuple(found)
+
+    def _begin(self, length: int, samples: int, setting: Setting) -> Planned:
+        plan = setting.plan
+        if plan.parallel.is_used and plan.memory_budget is None:
+            placed = self._placed_program(length, samples, setting)
+            return resume(placed, setting, PLACED, BEFORE_BUCKETS)
+        program = self._program(length, samples, plan.outputs)
+        return run(program, setting, BEFORE_BUCKETS, Proof.NONE)
+
+    def _placed_program(self, length: int, samples: int, setting: Setting) -> Planned:
+        """Return the program of a length with the passes run that a pipeline begins with."""
+        plan = setting.plan
+        outputs = "loss" if plan.parallel.pipeline > 1 else plan.outputs
+        axes = replace(plan.parallel, pipeline=1, interleave=1, schedule="1f1b", **WHOLE)
+        key = length, samples, outputs, axes, plan.tiling, setting.world_size
+        if key not in self._placed:
+            program = self._program(length, samples, outputs)
+            self._placed[key] = run(program, setting, PLACED, Proof.NONE)
+        return self._placed[key]
+
+    def ranks(
+        self, samples: int, setting: Setting, shape: tuple[Any, ...], micro_batches: int
+    ) -> list[RankPrograms]:
+        """Return the programs of a pipeline's ranks with all passes run, those of a kind once."""
+        parallel = setting.plan.parallel
+        looped = replace(setting, loop=Loop(micro_batches, no_sync=True))
+        kinds = self._excerpts(parallel)
+        cut = self._cut(samples, looped, shape, kinds)
+        if cut is None:  # values skip stages
+            kinds = self._every_rank(parallel)
+            cut = self._cut(samples, looped, shape, kinds)
+            assert cut is not None
+        finished = iter([resume(each, looped, BEFORE_BUCKETS) for each in cut])
+        return [
+            RankPrograms(
+                ranks,
+                tuple(tuple(next(finished) for _ in each.own(parallel)) for each in made),
+                fewer,
+            )
+            for ranks, made, fewer in kinds
+        ]
+
+    def _cut(
+        self, samples: int, setting: Setting, shape: tuple[Any, ...], kinds: Sequence[Kind]
+    ) -> list[Planned] | None:
+        """Return the stages' programs before the layout of buckets; None if they do not show it."""
+        found, whole = [], setting.plan.parallel
+        for each in (e for _, made, _ in kinds for e in made):
+            for number in each.own(whole):
+                key = each, number, whole, shape, setting.world_size
+                if key not in self._begun:
+                    placed = self._placed_program(each.length, samples, setting)
+                    short = each.parallel(whole, self._units_of(each.length))
+                    plan = replace(setting.plan, parallel=short)
+                    at = replace(setting, plan=plan, position=number)
+                    stage = resume(placed, at, PLACED, CUT)
+                    if not each.shows(stage):
+                        return None
+                    stage = each.renumbered(stage, whole)
+                    self._begun[key] = resume(stage, setting, CUT, BEFORE_BUCKETS)
+                found.append(self._begun[key])
+        return found
+
+    @abstractmethod
+    def _excerpts(self, parallel: Parallel) -> list[Kind]:
+        """Return (positions, short pipelines, layers less in the first) of each kind of ranks."""
+
+    @abstractmethod
+    def _units_of(self, length: int) -> list[str]:
+        """Return the names of the units of the model of that length, in order."""
+
+    def _every_rank(self, parallel: Parallel) -> list[Kind]:
+        """Return each rank of the pipeline of the whole model."""
+        size = parallel.pipeline
+        at = list(unit_positions(self.described(parallel), parallel).values())
+        starts = tuple(at.index(i) for i in range(1, parallel.num_stages))
+        numbers = tuple(range(parallel.num_stages))
+        return [
+            ((rank,), (Excerpt(self.layers, size, rank, starts, numbers),), 0)
+            for rank in range(size)
+        ]
 
 
 @dataclass
@@ -164,7 +326,19 @@ class FamilyOfOne(Family):
     def extrapolated(self, values: tuple[float, ...]) -> float:
         return values[0]
 
-    def _program(self, length: int, samples: int) -> Program:
+    def slope(self, values: tuple[float, ...]) -> float:
+        return 0.0
+
+    def described(self, parallel: Parallel) -> list[ParamInfo]:
+        return with_parts(self.program.params.values(), parallel)
+
+    def _excerpts(self, parallel: Parallel) -> list[Kind]:
+        return self._every_rank(parallel)
+
+    def _units_of(self, length: int) -> list[str]:
+        return list(unit_positions(self.described(Parallel()), Parallel()))
+
+    def _program(self, length: int, samples: int, outputs: str = "all") -> Program:
         if samples != self.samples:
             raise TargetError(f"{self.name} was captured for {self.samples} samples, not {samples}")
         return self.program
@@ -178,7 +352,7 @@ class ModelFamily(Family):
     """
 
     target: Target = field(kw_only=True)
-    _programs: dict[tuple[int, int], Program] = field(default_factory=dict)
+    _programs: dict[tuple[int, int, str], Program] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -194,6 +368,10 @@ class ModelFamily(Family):
     def layers(self) -> int:
         """Number of layers of the stack."""
         return len(_at(self.target.module, self.stack)) if self.stack else 0
+
+    @property
+    def layer_units(self) -> tuple[str, ...]:
+        return tuple(f"{self.stack}.{i}" for i in range(self.layers)) if self.stack else ()
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -213,10 +391,44 @@ class ModelFamily(Family):
         short, longer = values
         return short + (longer - short) * (self.layers - self.lengths[0]) / STRIDE
 
+    def slope(self, values: tuple[float, ...]) -> float:
+        if len(values) == 1:
+            return 0.0
+        short, longer = values
+        return max(longer - short, 0.0) / STRIDE
+
+    def described(self, parallel: Parallel) -> list[ParamInfo]:
+        return with_parts(self._params.values(), parallel)
+
+    @cached_property
+    def _params(self) -> dict[str, ParamInfo]:
+        module, precision = self.target.module, self.plan.precision
+        computes = compute_dtypes(module, compute_dtype(precision), module_dtypes(precision))
+        return describe_params(module, find_units(module, self.plan.units), computes)
+
+    def _excerpts(self, parallel: Parallel) -> list[Kind]:
+        kinds = []
+        if self.stack and parallel.cuts == "auto":
+            kinds = rank_kinds(self.described(parallel), parallel, self.stack, self.layers)
+        least = SETTLED + 2 * STRIDE + 1  # of most excerpts, so that they share a captured model
+        found: list[Kind] = []
+        for kind in kinds:
+            fewer = lengths(kind, SETTLED, STRIDE)
+            made = tuple(excerpt(kind, n, parallel, min(least, self.layers)) for n in fewer)
+            found.append((kind.positions, made, fewer[0]))
+        if not found or any(e.length > self.layers for _, made, _ in found for e in made):
+            return self._every_rank(parallel)
+        return found
+
+    def _units_of(self, length: int) -> list[str]:
+        units = list(unit_positions(self._params.values(), Parallel()))
+        gone = {f"{self.stack}.{i}" for i in range(length, self.layers)}
+        return [unit for unit in units if unit not in gone]
+
     def begin_with(self, program: Program) -> None:
         """Reuse the captured program of the example call if all layers are captured."""
         if self.lengths == (self.layers,):
-            self._programs[self.layers, self.samples] = program
+            self._programs[self.layers, self.samples, self.plan.outputs] = program
 
     @cached_property
     def samples(self) -> int:
@@ -263,11 +475,11 @@ class ModelFamily(Family):
         large = [n for n, m in layer.named_modules() if _is_large(m, self.layer_numel)]
         return tuple(f"{self.stack}.*.{name}" for name in large)
 
-    def _program(self, length: int, samples: int) -> Program:
-        key = length, samples
+    def _program(self, length: int, samples: int, outputs: str = "all") -> Program:
+        key = length, samples, outputs
         if key not in self._programs:
             try:
-                self._programs[key] = self._capture(length, samples)
+                self._programs[key] = self._capture(length, samples, outputs)
             except (CaptureError, TargetError) as error:
                 if samples == self.samples:
                     raise
@@ -277,7 +489,7 @@ class ModelFamily(Family):
                 ) from error
         return self._programs[key]
 
-    def _capture(self, length: int, samples: int) -> Program:
+    def _capture(self, length: int, samples: int, outputs: str = "all") -> Program:
         """Capture the first layers with a micro-batch of this many samples."""
         module, plan = self.target.module, self.plan
         layers = f" with {length} of {self.layers} layers" if self.stack else ""
@@ -286,7 +498,8 @@ class ModelFamily(Family):
             module = _shortened(module, self.stack, length)
         args, kwargs = self._call(samples)
         with own_errors(self.target.name, "its forward"):
-            return capture(module, args, kwargs, **capture_options(plan))
+            options = capture_options(plan) | {"outputs": outputs}
+            return capture(module, args, kwargs, **options)
 
     def _call(self, samples: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the example call with another number of samples."""

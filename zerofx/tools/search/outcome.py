@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.standing import with_saved_bytes
 from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes, forecast
+from zerofx.analysis.time.pipelines import (
+    STEADY,
+    StageTimes,
+    of_all,
+    paper_step,
+    part_of_step,
+    steady,
+    times_of,
+    wire_us,
+)
+from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.steps import Lane
 from zerofx.hardware import Hardware
-from zerofx.ir.program import Loop, Planned
+from zerofx.ir.program import Loop, Planned, Wire
 from zerofx.passes.order import Setting
-from zerofx.tools.search.family import Family
+from zerofx.plan.parts import Parallel
+from zerofx.tools.search.family import Family, RankPrograms
 from zerofx.tools.search.space import Choice, Space
+
+if TYPE_CHECKING:
+    from zerofx.tools.search.reasons import Verdict
 
 # Every further micro-batch adds as much as the last one of this many.
 LOOPED = 3
+OTHERS = "other stages"  # what ranks of a pipeline wait for, next to their lanes
 
 
 @dataclass(frozen=True)
@@ -53,7 +71,8 @@ class Outcome:
     def samples_per_s(self) -> float:
         """Samples per second of all ranks."""
         choice = self.choice
-        return 1e6 * choice.samples * choice.accumulation * self.world_size / self.step_us
+        ranks = self.world_size // choice.plan.parallel.num_shared  # the others have the same ones
+        return 1e6 * choice.samples * choice.accumulation * ranks / self.step_us
 
     @property
     def tokens_per_s(self) -> float:
@@ -88,7 +107,8 @@ class Outcome:
     def covered_us(self) -> float:
         """The time of the step without waits for transfers, which better overlap could reach."""
         waits = self.lane("exposed")
-        return self.step_us - sum(us for lane, us in waits.items() if lane != Lane.HOST.value)
+        stays = (Lane.HOST.value, OTHERS)
+        return self.step_us - sum(us for lane, us in waits.items() if lane not in stays)
 
     @property
     def missing_bytes(self) -> int:
@@ -113,6 +133,9 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
         ZerofxError: the plan is not valid for this model.
     """
     hardware.check_format(choice.plan.precision.compute)
+    if choice.plan.parallel.pipeline > 1:
+        figures = _of_pipeline(choice, family, hardware, world_size)
+        return Outcome(choice, hardware, world_size, family.tokens, figures)
     setting = Setting(
         choice.plan, world_size, hardware, loop=Loop(choice.accumulation, choice.no_sync)
     )
@@ -155,6 +178,104 @@ def _figures(found: Forecast) -> dict[str, float]:
     return figures
 
 
+# -- A pipeline: the schedule of all ranks, with the times of one rank of each kind ----------------
+
+
+def _of_pipeline(
+    choice: Choice, family: Family, hardware: Hardware, world_size: int
+) -> dict[str, float]:
+    """Return the figures of a pipeline's step: times on average over ranks, the most memory."""
+    parallel, num = choice.plan.parallel, choice.accumulation
+    setting = Setting(choice.plan, world_size, hardware)
+    prices = Roofline.of(choice.plan, hardware, world_size)
+    size, turns = parallel.pipeline, parallel.interleave
+    of_rank: dict[int, dict[str, float]] = {}
+    wires: dict[Wire, float] = {}
+    for kind in family.ranks(choice.samples, setting, choice.shape, num):
+        found = [_of_rank(programs, prices, num, family.loop) for programs in kind.variants]
+        names = dict.fromkeys(name for figures in found for name in figures)
+        figures = {n: kind.extrapolated(tuple(f.get(n, 0.0) for f in found)) for n in names}
+        of_rank |= dict.fromkeys(kind.positions, figures)
+        wires |= _wires(kind, parallel, hardware)
+    times = [
+        StageTimes(*(of_rank[s % size][f"{what}:{s // size}"] for what in TIMES), lane_bytes=())
+        for s in range(size * turns)
+    ]
+    paper = paper_step(parallel, num, times, wires)
+    slowest = max(of_rank.values(), key=lambda f: f["alone_us"])
+    step = paper.step_us
+    total: dict[str, float] = {}
+    for rank, figures in sorted(of_rank.items()):
+        waits = max(paper.busy_us[rank] - figures["computes"], 0.0)
+        exposed = {n: us for n, us in figures.items() if n.startswith("exposed:")}
+        share = waits / sum(exposed.values()) if any(exposed.values()) else 0.0
+        summed = {n: v for n, v in figures.items() if n.startswith(("busy:", "bytes:", "flops"))}
+        summed |= {name: us * share for name, us in exposed.items()}
+        for name, value in summed.items():
+            total[name] = total.get(name, 0.0) + value / size
+    return {
+        "step_us": step, "low_us": step * slowest["low_us"] / slowest["alone_us"],
+        "high_us": step * slowest["high_us"] / slowest["alone_us"],
+        **{n: max(f[n] for f in of_rank.values()) for n in ("peak_bytes", "host_bytes")},
+        "nvme_bytes": max(f["nvme_bytes"] for f in of_rank.values()), **total,
+        f"exposed:{OTHERS}": step * sum(paper.idle) / size,
+    }  # fmt: skip
+
+
+TIMES = ("forward", "backward", "last_backward", "end")
+
+
+def _of_rank(
+    programs: tuple[Planned, ...], prices: Roofline, num: int, known: Mapping[str, Any]
+) -> dict[str, float]:
+    """Return the figures of one rank, which has these stages of a pipeline."""
+    with_saved_bytes(programs)
+    figures: dict[str, float] = {}
+
+    def add(name: str, value: float) -> None:
+        figures[name] = figures.get(name, 0.0) + value
+
+    for turn, program in enumerate(programs):
+        held = memory(program, **known)
+        for name in ("peak_bytes", "host_bytes", "nvme_bytes"):
+            figures[name] = max(figures.get(name, 0.0), float(getattr(held, name)))
+        found = steady(program, prices)
+        times = times_of(found)
+        for name in TIMES:
+            figures[f"{name}:{turn}"] = getattr(times, name)
+        parts: dict[str, list[float]] = {}
+        for span in found.spans:
+            part, task = part_of_step(span), span.task
+            amounts = {"busy": task.us, "bytes": float(task.nbytes)}
+            for name, amount in amounts.items():
+                parts.setdefault(f"{name}:{task.lane.value}", [0.0] * STEADY)[part] += amount
+            parts.setdefault("flops", [0.0] * STEADY)[part] += task.flops
+        for name, each in parts.items():
+            if any(each):
+                add(name, of_all(each, num))
+        add("computes", of_all(parts[f"busy:{Lane.COMPUTE.value}"], num))
+        for lane, us in found.exposed_us.items():
+            if us:
+                add(f"exposed:{lane.value}", us)
+        add("alone_us", found.step_us)
+        add("low_us", found.low_us)
+        add("high_us", found.high_us)
+    return figures
+
+
+def _wires(kind: RankPrograms, parallel: Parallel, hardware: Hardware) -> dict[Wire, float]:
+    """Return what ranks of a kind send and receive, with the time that it is on its way."""
+    found: dict[Wire, float] = {}
+    for program in kind.variants[-1]:
+        stage = program.stage
+        for wire in (w for w in stage.wires if stage.position in (w.source, w.target)):
+            us = wire_us(wire, hardware, program.layout)
+            for rank in kind.positions:
+                ahead = rank - kind.positions[0]
+                found[replace(wire, source=wire.source + ahead, target=wire.target + ahead)] = us
+    return found
+
+
 # -- The outcome of a search: the plans that fit, the front of memory against time, the others -----
 
 
@@ -186,7 +307,8 @@ class Counts:
 class Found:
     """The result of a search. fits: the fastest first. priced: all with figures.
 
-    refusal: the reason why the first invalid plan is not valid.
+    refusal: the reason why the first invalid plan is not valid. verdicts: on each family of plans
+    with the same axes; empty if axes were not searched.
     """
 
     space: Space
@@ -194,6 +316,7 @@ class Found:
     priced: tuple[Outcome, ...]
     counts: Counts
     refusal: str = ""
+    verdicts: tuple[Verdict, ...] = ()
 
     @cached_property
     def best(self) -> Outcome:

@@ -11,25 +11,31 @@ from typing import Any
 
 from zerofx.errors import PlanError
 from zerofx.hardware import Hardware
+from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
 from zerofx.tools.words import counted
 
+# Fields that keep their value in plans with axes that the user's plan does not have.
+ONLY_WITHOUT_AXES = ("shard_axis_size", "update", "tiling", "prefetch", "bucket_bytes")
 MIB = 2**20
 NVME = "/nvme"  # the folder of the nvme tier by default
 # Fields that a search sets; those that the user's plan sets stay as given.
 SEARCHED = (
     "stage", "shard_axis_size", "activations", "tiling", "offload", "update", "prefetch",
-    "bucket_bytes",
+    "bucket_bytes", "parallel",
 )  # fmt: skip
 TILES = 4
+INTERLEAVED = 2  # pipeline stages of each rank, where a plan has several
+FEWEST = 2  # micro-batches of a pipeline
 
 
 @dataclass(frozen=True)
 class Choice:
     """One plan with its training loop.
 
-    samples: of one micro-batch of one rank. accumulation: micro-batches per step. no_sync: all but
-    the last run under it. place: the position among all choices, which settles ties.
+    samples: of one micro-batch of one rank. accumulation: micro-batches per step, which a pipeline
+    has in one call. no_sync: all but the last run under it. place: the position among all choices,
+    which settles ties.
     """
 
     plan: Plan
@@ -44,7 +50,8 @@ class Choice:
         plan = self.plan
         # Copies of activations run as far ahead as gathers do.
         ahead = plan.prefetch if plan.offload.activations != "none" else "auto"
-        return self.samples, plan.activations, plan.offload.activations, plan.tiling, ahead
+        axes = plan.parallel
+        return self.samples, plan.activations, plan.offload.activations, plan.tiling, ahead, axes
 
     @property
     def kin(self) -> tuple[Any, ...]:
@@ -61,7 +68,7 @@ class Choice:
     def words(self) -> str:
         """Return the choice as one line of text."""
         plan = self.plan
-        words = [f"stage {plan.stage}"]
+        words = [*axes_in_words(plan.parallel), f"stage {plan.stage}"]
         if plan.shard_axis_size:
             words.append(f"shards over {plan.shard_axis_size}")
         words.append(f"{self.accumulation} x {counted(self.samples, 'sample')}")
@@ -76,12 +83,25 @@ class Choice:
         return ", ".join(words)
 
 
+def axes_in_words(parallel: Parallel) -> list[str]:
+    """Return the axes of a plan: `tensor 8 with sequence`, `pipeline 4`."""
+    words = [f"{axis} {size}" for axis, size in parallel.axes.items()]
+    if parallel.sequence:
+        words[-1] += " with sequence"
+    if parallel.pipeline > 1 and parallel.schedule != "1f1b":
+        each = f" {parallel.interleave}" if parallel.interleave > 1 else ""
+        words[0] += f" {parallel.schedule}{each}"
+    return words
+
+
 @dataclass(frozen=True)
 class Space:
     """The space of choices for some hardware, a world, a global batch, and given plan fields.
 
     settled: plan fields that stay as given. tiled: name patterns of large linears. nvme: the folder
-    of the nvme tier. most_samples: of a micro-batch, None for any.
+    of the nvme tier. most_samples: of a micro-batch, None for any. most_stages: pipeline stages
+    that the model can be cut into; 0 if forward returns no loss, so that it has no pipeline.
+    has_sequences: a context axis can divide the model's inputs.
     """
 
     hardware: Hardware
@@ -92,6 +112,8 @@ class Space:
     tiled: tuple[str, ...]
     nvme: str
     most_samples: int | None = None
+    most_stages: int = 0
+    has_sequences: bool = False
 
     def choices(self) -> Iterator[Choice]:
         """Yield every valid choice, the plainest first."""
@@ -104,42 +126,97 @@ class Space:
 
     def _made(self) -> Iterator[Choice | PlanError]:
         place = itertools.count()
-        for samples, accumulation in self.batches():
-            for fields in self._fields(accumulation):
-                for no_sync in self._loops(fields, accumulation):
-                    try:
-                        plan = Plan.from_dict({**self.base.to_dict(), **fields})
-                        plan.axis_sizes(self.world_size)
-                    except PlanError as error:  # these fields exclude each other
-                        yield error
-                        continue
-                    yield Choice(plan, samples, accumulation, no_sync, next(place))
+        for parallel in self.parallels():
+            for samples, accumulation in self.batches(parallel):
+                for fields in self._fields(parallel, accumulation):
+                    for no_sync in self._loops(fields, parallel, accumulation):
+                        try:
+                            plan = Plan.from_dict({**self._plain, **fields})
+                            plan.axis_sizes(self.world_size)
+                        except PlanError as error:  # these fields exclude each other
+                            yield error
+                            continue
+                        yield Choice(plan, samples, accumulation, no_sync, next(place))
+
+    @cached_property
+    def _plain(self) -> dict[str, Any]:
+        return self.base.to_dict()
 
     @cached_property
     def plainest(self) -> Choice:
         """The largest micro-batch on one rank, with all activations kept and nothing offloaded."""
-        plan = Plan(precision=self.base.precision, kernels=self.base.kernels)
-        return Choice(plan, next(self.batches())[0], 1, False)
+        outputs = self.base.outputs
+        if self.most_stages and "outputs" not in self.settled:
+            outputs = "loss"
+        plan = Plan(precision=self.base.precision, kernels=self.base.kernels, outputs=outputs)
+        return Choice(plan, self.largest, 1, False)
 
-    def batches(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def largest(self) -> int:
+        """The samples of the largest micro-batch.
+
+        It is that of plans without axes, if the batch can be divided among all ranks. Ranks that
+        share samples have more of them, in more micro-batches.
+        """
+        if self.most_samples is not None:
+            return self.most_samples
+        part, rest = divmod(self.global_samples, self.world_size)
+        return 1 if rest or not part else part
+
+    @cached_property
+    def has_axes(self) -> bool:
+        """Whether plans with different axes are compared."""
+        return len(self.parallels()) > 1
+
+    def data_ranks(self) -> list[int]:
+        """Return the numbers of ranks, or of groups of them, that may have samples of their own."""
+        return sorted({self.world_size // p.num_shared for p in self.parallels()})
+
+    def batches(self, parallel: Parallel) -> Iterator[tuple[int, int]]:
         """Yield (samples, accumulation) whose product is a rank's part, the largest first."""
-        part = self.global_samples // self.world_size
-        for accumulation in range(1, part + 1):
+        part, rest = divmod(self.global_samples, self.world_size // parallel.num_shared)
+        for accumulation in range(1, 0 if rest else part + 1):
             samples = part // accumulation
-            if part % accumulation == 0 and samples <= (self.most_samples or samples):
+            if part % accumulation or samples > (self.most_samples or samples):
+                continue
+            if parallel.is_used and samples > self.largest:
+                continue
+            if parallel.pipeline == 1 or self._divides(parallel, accumulation):
                 yield samples, accumulation
 
-    def _fields(self, accumulation: int) -> Iterator[dict[str, Any]]:
+    def _divides(self, parallel: Parallel, micro_batches: int) -> bool:
+        """Tell whether a pipeline may have this number of micro-batches."""
+        if parallel.micro_batches != "auto":
+            return micro_batches == parallel.micro_batches
+        step = parallel.pipeline if parallel.interleave > 1 else 1
+        return micro_batches >= FEWEST and micro_batches % step == 0
+
+    def _fields(self, parallel: Parallel, accumulation: int) -> Iterator[dict[str, Any]]:
         axes = ("stage", "shard_axis_size", "activations", "offload", "update", "tiling")
         rest = ("prefetch", "bucket_bytes")
-        values = [self._of(name, getattr(self, f"_{name}")()) for name in (*axes, *rest)]
+        fixed: tuple[str, ...] = ONLY_WITHOUT_AXES if parallel.is_used else ()
+        fixed += ("offload",) if parallel.pipeline > 1 else ()  # a pipeline has none
+        values = [
+            [self._plain[name]] if name in fixed else self._of(name, getattr(self, f"_{name}")())
+            for name in (*axes, *rest)
+        ]
+        if parallel.is_used:  # activations that are cut are small
+            tiers = values[axes.index("offload")]
+            tiers[:] = [t for t in tiers if t == self._plain["offload"] or "activations" not in t]
+        own: dict[str, Any] = {}
+        if parallel.pipeline > 1:
+            own["parallel"] = replace(parallel, micro_batches=accumulation).to_plain()
+        elif parallel.is_used:
+            own["parallel"] = parallel.to_plain()
+        if self.most_stages and "outputs" not in self.settled:
+            own["outputs"] = "loss"  # logits that were cut need not be put together
         for found in itertools.product(*values):
-            fields = dict(zip((*axes, *rest), found, strict=True))
+            fields = dict(zip((*axes, *rest), found, strict=True)) | own
             if self._is_sensible(fields, accumulation):
                 yield fields
 
     def _of(self, name: str, values: Iterable[Any]) -> list[Any]:
-        own, found = self.base.to_dict()[name], list(values)
+        own, found = self._plain[name], list(values)
         if name in self.settled:
             return [own]
         return found if own in found else [own, *found]
@@ -158,12 +235,45 @@ class Space:
         return fields["update"] == "step" or accumulation == 1
 
     def _is_new(self, name: str, fields: Mapping[str, Any]) -> bool:
-        return name not in self.settled and fields[name] != self.base.to_dict()[name]
+        return name not in self.settled and fields[name] != self._plain[name]
 
-    def _loops(self, fields: Mapping[str, Any], accumulation: int) -> tuple[bool, ...]:
+    def _loops(
+        self, fields: Mapping[str, Any], parallel: Parallel, accumulation: int
+    ) -> tuple[bool, ...]:
+        if parallel.pipeline > 1:  # it has them in one call
+            return (False,)
         return (True, False) if accumulation > 1 and fields["stage"] <= 1 else (False,)
 
-    # -- values of each field ---------------------------------------------------------------
+    # -- the axes, and values of each field ---------------------------------------------------
+    def parallels(self) -> list[Parallel]:
+        """Return each division of the world among the axes, none of them first.
+
+        Ranks that share layers, or a sequence, are in one node.
+        """
+        own = self.base.parallel
+        if "parallel" in self.settled:
+            return [own]
+        node = min(self.hardware.devices_per_node, self.world_size)
+        within = [d for d in range(1, node + 1) if node % d == 0 and self.world_size % d == 0]
+        found = [own, *([Parallel()] if own.is_used else [])]
+        for tensor in within:
+            # with the sequence cut as well, as much is sent, and less is held
+            axes = Parallel(tensor=tensor, sequence=tensor > 1 and self.has_sequences)
+            found += [axes, *self._pipelines(axes)]
+        if self.has_sequences:
+            found += [Parallel(context=size) for size in within]
+        return list(dict.fromkeys(found))
+
+    def _pipelines(self, axes: Parallel) -> Iterator[Parallel]:
+        left = self.world_size // axes.tensor
+        for size in range(2, min(left, self.most_stages) + 1):
+            if left % size == 0:
+                yield replace(axes, pipeline=size)
+                if INTERLEAVED * size <= self.most_stages:
+                    yield replace(
+                        axes, pipeline=size, schedule="interleaved", interleave=INTERLEAVED
+                    )
+
     def _stage(self) -> list[int]:
         return [0, 1, 2, 3] if self.world_size > 1 else [0, 3]
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from zerofx.plan.plan import Plan
 from zerofx.plan.sizes import format_bytes
 from zerofx.tools.search.outcome import TIE, Found, Outcome
+from zerofx.tools.search.reasons import reasons
 from zerofx.tools.views.timeline import format_rate, format_us
 from zerofx.tools.words import counted
 
@@ -52,7 +54,16 @@ class SearchView:
             lines += ["", f"next: {_row(self.found.runner_up).strip()}"]
             lines += [f"  {why}" for why in why_slower(self.found.runner_up, self.best)]
         lines += _not_fitting(self.found)
+        if self.reasons:
+            lines += ["", *self.reasons]
         return "\n".join(lines)
+
+    @cached_property
+    def reasons(self) -> list[str]:
+        """Why the plan has its axes, and why it has no others, with the figures compared."""
+        if not self.found.verdicts:
+            return []
+        return reasons(self.best, self.found.priced, self.found.verdicts)
 
     @property
     def _rate(self) -> str:
@@ -74,21 +85,40 @@ class SearchView:
             "front": [each.to_dict() for each in self.found.front],
             "runner_up": None if second is None else second.to_dict(),
             "why": [] if second is None else why_slower(second, self.best),
+            "reasons": self.reasons,
+            "families": [
+                {
+                    "axes": v.name, "why": v.why, "said": v.said,
+                    "best": None if v.best is None else v.best.to_dict(),
+                }
+                for v in self.found.verdicts
+            ],
         }  # fmt: skip
 
     def to_yaml(self) -> str:
         """Return the fastest plan as a file for `zerofx.compile`, with its loop in comments."""
-        best, space = self.best, self.found.space
-        choice = best.choice
+        choice = self.best.choice
+        if choice.plan.parallel.pipeline > 1:
+            loop = (
+                f"calls of {counted(choice.samples * choice.accumulation, 'sample')} per data rank "
+                f"and step, which run as {choice.accumulation} micro-batches"
+            )
+            return self._written(loop)
         batches = counted(choice.accumulation, "micro-batch", "micro-batches")
         loop = f"{batches} of {counted(choice.samples, 'sample')} per rank"
         syncs = ", all but the last under no_sync" if choice.no_sync else ""
+        return self._written(f"{loop} and step{syncs}")
+
+    def _written(self, loop: str) -> str:
+        """Return the file with the loop that the plan is for."""
+        best, space = self.best, self.found.space
         lines = [
             f"# The fastest plan found for {counted(space.world_size, 'rank')} of "
             f"{space.hardware.name}.",
-            f"# The loop: {loop} and step{syncs}.",
+            f"# The loop: {loop}.",
             f"# Predicted: {format_us(best.step_us)} per step, {_rate(best)} {self._rate}, "
             f"{format_bytes(best.peak_bytes)} per device.",
+            *(f"# {line}" for line in self.reasons),
         ]
         return "\n".join(lines) + "\n" + best.choice.plan.to_yaml()
 

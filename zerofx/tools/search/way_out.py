@@ -13,6 +13,7 @@ from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Program
 from zerofx.plan.fields import write_yaml
 from zerofx.plan.plan import Plan
+from zerofx.policy.schedules import expected_micro_batches
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
 from zerofx.tools.search.family import Family, FamilyOfOne, ModelFamily, Says
@@ -92,7 +93,12 @@ def way_out(
     says(f"does not fit: looking for the nearest plan that does, {TRIED} at most", False)
     try:
         family = _family(target, captured, plan, known, says)
-        return _way_out(family, Choice(plan, family.samples, *astuple(loop)), hardware, world_size)
+        given = Choice(plan, family.samples, *astuple(loop))
+        axes = plan.parallel
+        if axes.pipeline > 1:
+            num = expected_micro_batches(axes.micro_batches, axes.pipeline)
+            given = replace(given, accumulation=num * loop.accumulation, no_sync=False)
+        return _way_out(family, given, hardware, world_size)
     except ZerofxError as error:
         return WayOut(0, problem=str(error))
 
@@ -112,9 +118,13 @@ def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int)
     base = plan
     if plan.memory_budget is not None and plan.memory_budget > there:
         base = replace(plan, memory_budget=there)  # a budget larger than a device does not help
+    ranks = world_size // plan.parallel.num_shared
+    is_cut = plan.parallel.is_used
     space = Space(
-        hardware, world_size, samples * given.accumulation * world_size, base, frozenset(),
+        hardware, world_size, samples * given.accumulation * ranks, base,
+        frozenset() if is_cut else frozenset({"parallel"}),
         family.tiled, plan.offload.path or NVME, samples,
+        family.units if plan.parallel.pipeline > 1 else 0, family.tokens > 0,
     )  # fmt: skip
     bounds = Bounds(family, hardware, world_size, space.plainest)
     search = Search(family, space, bounds, says=family.says)

@@ -132,7 +132,8 @@ class PipelineView:
     """The prediction of a pipeline's step: print it, or take `to_dict()` for JSON.
 
     memories: of a rank of each pipeline stage. units: of each stage, in order. better: None if no
-    other cuts gain much. basis: how memory inside regions is counted.
+    other cuts gain much. basis: how memory inside regions is counted. seek: finds a plan that fits
+    instead of one that does not.
     """
 
     forecast: PipelineForecast
@@ -140,6 +141,7 @@ class PipelineView:
     units: tuple[tuple[str, ...], ...]
     better: BetterCuts | None = None
     basis: str = ATEN
+    seek: Callable[[], WayOut] | None = None
 
     @property
     def fits(self) -> bool:
@@ -150,6 +152,11 @@ class PipelineView:
     def missing_bytes(self) -> dict[str, int]:
         """The bytes that are missing, by tier and stage; empty if the plan fits."""
         return {s.tier: s.missing_bytes for s in self.forecast.shortages}
+
+    @cached_property
+    def way_out(self) -> WayOut | None:
+        """The nearest plan that fits, searched at the first access; None if this one fits."""
+        return self.seek() if self.seek is not None and not self.fits else None
 
     @property
     def step_us(self) -> float:
@@ -179,6 +186,7 @@ class PipelineView:
         if parallel.interleave > 1:
             said += f", {parallel.interleave} stages on each rank"
         fit = [f"does not fit: {shortage}" for shortage in found.shortages]
+        fit += self.way_out.lines() if self.way_out is not None else []
         return [
             f"# {self.title}", said, *(fit or _fitting(found.hardware, self.peak_bytes)), "",
             *_table(found), "", *self._stages(), "", *self._chart(), "",
@@ -246,6 +254,7 @@ class PipelineView:
             "micro_batches": found.micro_batches,
             "idle_us": asdict(found.idle_us),
             "better_cuts": list(better.cuts) if better is not None else None,
+            "way_out": self.way_out.to_dict() if self.way_out is not None else None,
             "sent_bytes": found.sent_bytes,
             "stages": [
                 {
