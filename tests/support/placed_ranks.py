@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 from zerofx.comm.collectives import DONE, Axis, Work, ordered_sum
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Program
+from zerofx.layout.buckets import Mesh
 from zerofx.layout.placements import Cut, P, Placement, R, join, part
 from zerofx.runtime.graph_calls import GraphCalls
 
@@ -38,6 +40,7 @@ class ThreadAxis(Axis):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__(rank, meeting.ranks)
         self.meeting = meeting
+        self.sent: list[int] = []  # around the ring
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "") -> Work:
         out.copy_(torch.cat(self.meeting.swap(self.rank, shard.clone())))
@@ -62,6 +65,11 @@ class ThreadAxis(Axis):
             mine.copy_(theirs[self.rank])
         return DONE
 
+    def shift(self, landing: Tensor, leaving: Tensor, label: str = "") -> Work:
+        landing.copy_(self.meeting.swap(self.rank, leaving.clone())[self.rank - 1])
+        self.sent.append(leaving.nbytes)
+        return DONE
+
 
 class Keeping(fx.Interpreter):
     """Keeps the value of every node."""
@@ -75,17 +83,22 @@ class Keeping(fx.Interpreter):
         return found
 
 
-def run_whole(gm: fx.GraphModule, given: list[Tensor]) -> tuple[Any, dict[fx.Node, Any]]:
+def run_whole(
+    gm: fx.GraphModule, given: list[Tensor], engine: Any = None
+) -> tuple[Any, dict[fx.Node, Any]]:
     """Return the results of a whole graph, and every value."""
     runner = Keeping(gm)
-    with torch.no_grad():
+    with torch.no_grad(), GraphCalls(engine).active():
         return runner.run(*given), runner.kept
 
 
 def run_ranks(
-    gm: fx.GraphModule, given: list[list[Tensor]]
+    gm: fx.GraphModule, given: list[list[Tensor]], zigzag: bool = False
 ) -> tuple[list[Any], list[dict[fx.Node, Any]]]:
     """Return each rank's results of one graph, and every value."""
+    layout = SimpleNamespace(
+        mesh=replace(Mesh.of(shard=len(given), context=len(given)), zigzag=zigzag)
+    )
     meeting = Meeting(len(given))
     results: list[Any] = [None] * len(given)
     kept: list[Any] = [None] * len(given)
@@ -94,10 +107,9 @@ def run_ranks(
     def body(rank: int) -> None:
         axis = ThreadAxis(rank, meeting)
         world = SimpleNamespace(axis=lambda name: axis)
-        engine = SimpleNamespace(world=world, wait=lambda flight: flight.wait())
+        engine = SimpleNamespace(world=world, layout=layout, wait=lambda flight: flight.wait())
         try:
-            with GraphCalls(engine).active():  # type: ignore[arg-type]
-                results[rank], kept[rank] = run_whole(gm, given[rank])
+            results[rank], kept[rank] = run_whole(gm, given[rank], engine)
         except BaseException as error:
             errors.append(error)
             meeting.barrier.abort()
@@ -112,22 +124,22 @@ def run_ranks(
     return results, kept
 
 
-def together(values: list[Any], lies: Any) -> Any:
+def together(values: list[Any], lies: Any, zigzag: bool = False) -> Any:
     """Return the whole value of what the ranks have."""
     if isinstance(values[0], (tuple, list)):
         pieces = zip(*values, strict=True)
         each = lies if isinstance(lies, tuple) else [lies] * len(values[0])
-        return [together(list(v), at) for v, at in zip(pieces, each, strict=True)]
+        return [together(list(v), at, zigzag) for v, at in zip(pieces, each, strict=True)]
     if values[0] is None or lies == R:
         return values[0]
     if lies == P:
         return sum(values[1:], values[0])
     assert isinstance(lies, Cut)
-    return join(values, lies)
+    return join(values, lies, zigzag)
 
 
-def cut_for(whole: Tensor, lies: Placement, rank: int, ranks: int) -> Tensor:
-    return part(whole, lies, rank, ranks) if isinstance(lies, Cut) else whole
+def cut_for(whole: Tensor, lies: Placement, rank: int, ranks: int, zigzag: bool = False) -> Tensor:
+    return part(whole, lies, rank, ranks, zigzag) if isinstance(lies, Cut) else whole
 
 
 def values_of(program: Program, model: torch.nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:

@@ -20,6 +20,7 @@ from zerofx.errors import PlanError, ShardError
 from zerofx.plan.plan import Plan
 
 CONTEXT = {"context": 2, "attention": "heads"}
+RING = {"context": 2, "attention": "ring"}
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,14 @@ CONTEXT = {"context": 2, "attention": "heads"}
         slow("bert", 4, {"stage": 1}),
         slow("gpt2", 4, {"stage": 2, "shard_axis_size": 2}),
         slow("llama", 4, {"stage": 3, "parallel": {"context": 4}}),
+        ("grouped", 2, {"stage": 3, "parallel": RING}),
+        slow("llama", 2, {"stage": 2, "parallel": RING, "activations": "recompute"}),
+        slow("gpt2", 2, {"stage": 1, "parallel": RING, "kernels": "inductor"}),
+        slow("bert", 2, {"stage": 2, "parallel": RING}),
+        slow("t5", 2, {"stage": 3, "parallel": RING}),
+        slow("vit", 2, {"stage": 2, "parallel": RING}),
+        slow("llama", 4, {"stage": 3, "parallel": RING | {"context": 4}}),
+        slow("gpt2", 4, {"stage": 2, "parallel": RING, "shard_axis_size": 2}),
     ],
 )
 def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:
@@ -48,11 +57,14 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
 
 # -- a model of this file -------------------------------------------------------------------------
 class Odd(nn.Module):
-    """Attention from bare products, learned positions, and a loss over shifted labels."""
+    """Attention from bare products, learned positions, and a loss over shifted labels.
 
-    def __init__(self, heads: int = 4) -> None:
+    is_fused: attention is torch's.
+    """
+
+    def __init__(self, heads: int = 4, is_fused: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.is_fused = heads, is_fused
         self.words, self.places = nn.Embedding(40, 24), nn.Parameter(torch.randn(1, 32, 24) * 0.02)
         self.mix, self.back = nn.Linear(24, 72), nn.Linear(24, 24, bias=False)
         self.norm = nn.RMSNorm(24)
@@ -65,9 +77,12 @@ class Odd(nn.Module):
             each.view(count, length, self.heads, -1).transpose(1, 2)
             for each in self.mix(self.norm(x)).chunk(3, -1)
         )
-        scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
-        ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
-        mixed = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ v
+        if self.is_fused:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+            ahead = torch.ones(length, length, dtype=torch.bool).triu(1)
+            mixed = scores.masked_fill(ahead, float("-inf")).softmax(-1) @ v
         x = x + self.back(mixed.transpose(1, 2).reshape(count, length, -1))
         logits = self.out(x)
         return Result(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-1))
@@ -83,9 +98,11 @@ def texts(step: int, length: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-def odd(plan: dict[str, Any] | None, heads: int, length: int) -> tuple[list[float], Any]:
+def odd(
+    plan: dict[str, Any] | None, heads: int, length: int, is_fused: bool = False
+) -> tuple[list[float], Any]:
     torch.manual_seed(0)
-    model: Any = Odd(heads)
+    model: Any = Odd(heads, is_fused)
     if plan is not None:
         model = zerofx.compile(model, {"kernels": "aten", **plan})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -111,11 +128,31 @@ def odd(plan: dict[str, Any] | None, heads: int, length: int) -> tuple[list[floa
     ],
 )
 def test_a_model_of_bare_products(pool: Pool, heads: int, length: int) -> None:
-    expected = odd(None, heads, length)
-    for found in pool.run(2, odd, {"parallel": CONTEXT, "stage": 2}, heads, length):
+    same(pool, 2, {"parallel": CONTEXT, "stage": 2}, heads, length)
+
+
+def same(pool: Pool, ranks: int, plan: dict[str, Any], *more: Any) -> None:
+    """Check the losses of an `Odd` on several ranks, and its parameters, against one process."""
+    expected = odd(None, *more)
+    for found in pool.run(ranks, odd, plan, *more):
         assert found[0] == pytest.approx(expected[0], rel=1e-5)
         for key, value in expected[1].items():
             torch.testing.assert_close(found[1][key], value, rtol=0, atol=2e-6, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "context"),
+    [(3, 2, 2), slow(1, 4, 4), slow(3, 4, 2)],  # no number of heads need divide
+)
+def test_a_ring_with_any_number_of_heads(pool: Pool, heads: int, ranks: int, context: int) -> None:
+    """Some labels do not count, more of them in the first half; evaluation, too."""
+    same(pool, ranks, {"parallel": RING | {"context": context}, "stage": 3}, heads, 16, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [8, 6])  # 6 positions are no four chunks
+def test_bare_products_in_the_order_of_a_ring(pool: Pool, length: int) -> None:
+    same(pool, 2, {"parallel": RING, "stage": 2}, 4, length)
 
 
 # -- other fields of the plan ---------------------------------------------------------------------
@@ -128,16 +165,18 @@ def test_a_model_of_bare_products(pool: Pool, heads: int, length: int) -> None:
         slow(2, {"memory_budget": "600KiB", "activations": "auto"}),
         slow(4, {"update": "in-backward", "optimizer": "Lamb"}),
         slow(4, {"stage": 1, "optimizer": "Lamb"}),
+        slow(2, {"parallel": RING, "update": "in-backward", "offload": HOST}),
+        slow(2, {"parallel": RING, "memory_budget": "600KiB", "activations": "auto"}),
     ],
 )
 def test_plans_train_alike(pool: Pool, tmp_path: Path, ranks: int, plan: dict[str, Any]) -> None:
-    plan = dict(plan)
+    plan = {"parallel": CONTEXT} | plan
     kind = plan.pop("optimizer", "AdamW")
     if "nvme" in plan.get("offload", {}).values():
         plan = plan | {"offload": plan["offload"] | {"path": str(tmp_path)}}
     ignored = plan.get("ignored_params", [])
     expected = run(None, kind, ignored, ranks // 2)
-    for found in pool.run(ranks, run, plan | {"parallel": CONTEXT}, kind, ignored, timeout_s=400):
+    for found in pool.run(ranks, run, plan, kind, ignored, timeout_s=400):
         check(found, expected)
 
 
@@ -155,9 +194,10 @@ def halves(plan: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_in_bf16(pool: Pool) -> None:
+@pytest.mark.parametrize("parallel", [CONTEXT, RING])
+def test_in_bf16(pool: Pool, parallel: dict[str, Any]) -> None:
     (alone,) = pool.run(1, halves, {})
-    for found in pool.run(2, halves, {"parallel": CONTEXT, "stage": 3}):
+    for found in pool.run(2, halves, {"parallel": parallel, "stage": 3}):
         assert found == pytest.approx(alone, abs=5e-3)
 
 
@@ -169,6 +209,7 @@ SEQUENCES = {"stage": 3, "parallel": CONTEXT}
     ("first", "second"),
     [
         slow((2, SEQUENCES), (1, {"stage": 3})),
+        slow((2, {"stage": 3, "parallel": RING}), (2, SEQUENCES)),
         slow((2, {"stage": 3, "parallel": {"tensor": 2}}), (4, {**SEQUENCES, "stage": 1})),
     ],
 )
@@ -203,7 +244,8 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     [
         ({"parallel": {"context": 2, "tensor": 2}}, "context = 2 does not go with tensor = 2 yet"),
         ({"parallel": {"context": 2, "pipeline": 2}}, "does not go with pipeline = 2 yet"),
-        ({"parallel": {"context": 2, "attention": "ring"}}, "attention"),
+        ({"parallel": {"context": 2, "attention": "rings"}}, "attention"),
+        ({"parallel": {"attention": "ring"}}, "attention = 'ring' contradicts context = 1"),
         ({"parallel": {"context": 2, "sequence": True}}, "Set tensor, or drop sequence"),
         ({"parallel": {"context": 2, "placements": {"*": "whole"}}}, "tensor axis. Drop it"),
         ({"parallel": {"context": 2}, "numerics": "fast"}, "does not support numerics = 'fast'"),

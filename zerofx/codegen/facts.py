@@ -104,6 +104,7 @@ FACTS = schema.record(
                 "buckets": schema.sequence(_BUCKET),
             },
             context_size=schema.integer(1, 1 << 31),  # 1 in directories of earlier versions
+            zigzag=schema.boolean,  # and false
         ),
         "placeholders": schema.mapping(
             schema.one_of((FORWARD, BACKWARD)),
@@ -364,6 +365,7 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
     return {
         **{f"{axis}_size": layout.mesh.along(axis) for axis in reversed(AXES)},
         "context_size": layout.mesh.context,
+        "zigzag": layout.mesh.zigzag,
         "buckets": [
             {
                 "units": list(b.units),

@@ -122,6 +122,14 @@ class Axis:
         """Fill `buf` with the next message of its size from rank `source` of this axis."""
         raise AssertionError(f"{label}: an axis of one rank receives nothing")
 
+    def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
+        """Send `leaving` to the next rank, and fill `landing` with the previous rank's.
+
+        The last rank sends to the first. Both tensors have the same size on all ranks.
+        """
+        landing.copy_(leaving)
+        return DONE
+
     def rest(self, frees: Callable[[int], bool]) -> None:
         """Free the receive buffers that no collective uses and for whose bytes `frees` holds."""
 

@@ -181,6 +181,16 @@ class GlooAxis(Axis):
             raise self._lane.watch.explain(0, label, error) from error
         return GroupWork(self._lane, label, [handle])
 
+    def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
+        self._lane.count("send", leaving.nbytes)
+        wire, tag = self._gather_wire, _tag(leaving)
+        try:
+            arrives = wire.recv([landing], (self.rank - 1) % self.size, tag)
+            leaves = wire.send([leaving], (self.rank + 1) % self.size, tag)
+        except RuntimeError as error:
+            raise self._lane.watch.explain(0, label, error) from error
+        return GroupWork(self._lane, label, [arrives, leaves])
+
     def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
         return [self._scratch.borrow(numel, dtype) for numel in sizes]
 

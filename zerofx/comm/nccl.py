@@ -77,6 +77,16 @@ class NcclAxis(Axis):
         handle = dist.irecv(buf, group=group, group_src=source)
         return GroupWork(self._lane, label, [handle])
 
+    def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
+        self._lane.count("send", leaving.nbytes)
+        following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        group = self._gathers
+        moves = [
+            dist.P2POp(dist.irecv, landing, group=group, group_peer=previous),
+            dist.P2POp(dist.isend, leaving, group=group, group_peer=following),
+        ]
+        return GroupWork(self._lane, label, dist.batch_isend_irecv(moves))
+
     def _towards(self, rank: int) -> dist.ProcessGroup:
         """Return the group that what goes up the axis takes, or down: each way has its own stream.
 

@@ -349,7 +349,7 @@ def _communication_row(group: Group, names: dict[fx.Node, str]) -> Row:
     of = "v" if spec is not None and spec.is_value else "b"
 
     def write(layers: Layers) -> str:
-        is_numbered = kind_of_op is not Kind.SYNC and (of == "b" or info(node).index >= 0)
+        is_numbered = info(node).index >= 0 if of == "v" else kind_of_op is not Kind.SYNC
         what = f"{name} {of}{spans(layers)[0]}" if is_numbered else name
         return f"    {what:<18} {group.label:<32} {kind}".rstrip()
 

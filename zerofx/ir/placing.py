@@ -34,7 +34,7 @@ from zerofx.ir.spec import Kind, spec_of
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.buckets import CONTEXT
-from zerofx.layout.placements import Cut, P, Placement, R, fits, local_shape
+from zerofx.layout.placements import Cut, P, Placement, R, fits, local_shape, num_chunks
 
 _aten = torch.ops.aten
 Results = Placement | tuple[Placement, ...]
@@ -58,6 +58,7 @@ class WholeCall:
     """A call on whole values. args, kwargs: its arguments, with a `Hole` for each tensor.
 
     result: the whole result, a fake tensor or a sequence of them. ranks: those along the axis.
+    zigzag: whether a part is two chunks (see `layout.placements`).
     hints: cuts of the result that are worth considering although no input is cut that way.
     """
 
@@ -69,6 +70,12 @@ class WholeCall:
     ranks: int
     hints: tuple[Cut, ...] = ()
     axis: str = "tensor"
+    zigzag: bool = False
+
+    @property
+    def chunks(self) -> int:
+        """Into how many chunks a group of a dimension that is cut is divided."""
+        return num_chunks(self.ranks, self.zigzag)
 
     def operand(self, position: int) -> Operand:
         """Return the tensor at a position of the arguments."""
@@ -116,10 +123,24 @@ def ways(call: WholeCall) -> Iterator[Way]:
     rule = RULES.get(call.target) or RULES.get(str(call.target))
     if rule is not None:
         for way in rule(call):
-            cuts = zip(call.operands, way.needs, strict=True)
-            if all(fits(o.shape, c, call.ranks) for o, c in cuts if isinstance(c, Cut)):
+            if _can_be_cut(call, way):
                 yield way
     yield whole_way(call)
+
+
+def _can_be_cut(call: WholeCall, way: Way) -> bool:
+    """Return whether the operands of a way divide; results too, if parts are of two chunks.
+
+    A rule that reads which part a rank has ("embedding_rows") counts on contiguous ones.
+    """
+    if call.zigzag and way.op not in ("", *RING):
+        return False
+    cuts: list[tuple[Any, Placement]] = list(zip(call.operands, way.needs, strict=True))
+    if call.zigzag:
+        is_one = not isinstance(call.result, (list, tuple))
+        results = [call.result] if is_one else call.result
+        cuts += [(result, item(way.gives, i)) for i, result in enumerate(results)]
+    return all(fits(made.shape, c, call.chunks) for made, c in cuts if isinstance(c, Cut))
 
 
 def whole_way(call: WholeCall) -> Way:
@@ -676,6 +697,34 @@ def _by_heads(call: WholeCall, query: Operand, given: int) -> Iterator[Way]:
         yield Way((cut,) * given + masks, (cut,) * len(call.result))
 
 
+_LENGTH = 2  # of [batch, heads, length, width]
+RING = ("ring_attention", "ring_attention_backward")
+
+
+@rule_for("zerofx.attention.default")
+def _ring(call: WholeCall) -> Iterator[Way]:
+    """Cut queries, keys and values along the sequence: keys and values travel around the ranks.
+
+    Only in zigzag order is the work under a causal mask balanced, and the order the one that the
+    runtime takes it to be.
+    """
+    yield from _around(call, "ring_attention", call.args[:3])
+    yield from _by_heads(call, call.operand(0), given=3)
+
+
+@rule_for("zerofx.attention_backward.default")
+def _ring_backward(call: WholeCall) -> Iterator[Way]:
+    yield from _around(call, "ring_attention_backward", call.args[:6])
+    yield from _by_heads(call, call.operand(1), given=6)
+
+
+def _around(call: WholeCall, op: str, tensors: Sequence[Any]) -> Iterator[Way]:
+    if call.zigzag:
+        cut = Cut(_LENGTH)
+        args = (*tensors, call.axis, call.ranks, *call.args[len(tensors) :])
+        yield Way((cut,) * len(call.operands), (cut,) * len(call.result), args, op)
+
+
 @dataclass(frozen=True)
 class _DeviceAttention:
     """Positions of arguments of an attention operator of CUDA, and how many results have heads."""
@@ -769,6 +818,7 @@ class _Typing:
         self.program, self.name, self.saved = program, name, saved
         parallel = program.plan.parallel
         self.ranks, self.axis = parallel.value_ranks, parallel.value_axis
+        self.zigzag = parallel.is_zigzag
         self.due: Placement = P if self.axis == CONTEXT else R
         self.position = program.stage.position
         self.lies: dict[fx.Node, Any] = {}
@@ -873,6 +923,9 @@ class _Typing:
             )
         if isinstance(shape, list) and not is_list:  # one of several
             shape = shape[axis]  # type: ignore[index]
+        chunks = num_chunks(self.ranks, self.zigzag)
+        if isinstance(found, Cut) and not fits(shape, found, chunks):
+            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks")
         self._note(node, found, shape)
 
     def _call(self, node: fx.Node) -> None:
@@ -922,7 +975,7 @@ class _Typing:
         hints = (placed.gives,) if _is_cut(placed.gives) else ()
         return WholeCall(
             placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints,
-            self.axis,
+            self.axis, self.zigzag,
         )  # fmt: skip
 
     def _check_shape(self, node: fx.Node, placed: Placed) -> None:
@@ -984,7 +1037,7 @@ def _is_cut(gives: Any) -> bool:
 def _is_local(way: Way, call: WholeCall, node: fx.Node, tensors: list[fx.Node]) -> bool:
     """Return whether a node is the call that a way prescribes for one rank."""
     spec = spec_of(node)
-    name = spec.name if spec is not None else ""
+    name = spec.name if spec is not None and node.target is not call.target else ""
     if name != way.op or (not name and node.target is not call.target):
         return False
     args = way.args if way.args is not None else call.args

@@ -142,9 +142,10 @@ class Numbering:
         return self._called(node, node)
 
     def whole_call(self, node: fx.Node) -> Any:
-        """Return the digest of the call on whole values that a node is a part of."""
+        """Return the digest of the call on whole values that a node is, or is a part of."""
         placed = info(node).placed
-        assert placed is not None
+        if placed is None:
+            return self._called(node, node)
         tensors = tensors_of(node)
         whole = _Erased(placed.target, filled(placed.args, tensors), filled(placed.kwargs, tensors))
         return self._called(node, whole)

@@ -142,10 +142,12 @@ class Mesh:
     """The mesh of ranks, as the number of ranks along each of AXES.
 
     context: the number of neighbours along the data axes that share their samples.
+    zigzag: whether each of these has two chunks of what is cut over them, see `layout.placements`.
     """
 
     sizes: tuple[int, ...]
     context: int = 1
+    zigzag: bool = False
 
     @classmethod
     def of(cls, *, context: int = 1, **sizes: int) -> Mesh:
@@ -172,6 +174,10 @@ class Mesh:
     def along(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
         return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
+
+    def is_zigzag(self, axis: str) -> bool:
+        """Return whether the parts of values that are cut over an axis are in zigzag order."""
+        return self.zigzag and axis == CONTEXT
 
     def stride(self, axis: str) -> int:
         """Return the distance between the numbers of neighbouring ranks along an axis."""

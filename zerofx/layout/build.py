@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -89,7 +89,7 @@ def make_bucket(
 
 def unit_layout(
     params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0,
-    tensor_size: int = 1, pipeline_size: int = 1, context_size: int = 1,
+    tensor_size: int = 1, pipeline_size: int = 1, context_size: int = 1, zigzag: bool = False,
 ) -> Layout:  # fmt: skip
     """Return the unmerged layout: one bucket per unit, format, trainability and pipeline stage.
 
@@ -110,7 +110,7 @@ def unit_layout(
         pipeline=pipeline_size, replicate=replicate_size, shard=shard_size, tensor=tensor_size,
         context=context_size,
     )  # fmt: skip
-    return Layout(tuple(buckets), mesh)
+    return Layout(tuple(buckets), replace(mesh, zigzag=zigzag))
 
 
 def merge_small(layout: Layout, params: Iterable[UnitParam], bucket_bytes: int) -> Layout:

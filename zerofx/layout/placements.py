@@ -1,4 +1,12 @@
-"""Placements: how a value is distributed over the ranks of one mesh axis."""
+"""Placements: how a value is distributed over the ranks of one mesh axis.
+
+The part of a rank is contiguous, or, on an axis in zigzag order, two chunks: of N ranks, rank r has
+chunks r and 2N-1-r of 2N. If the dimension is a sequence under a causal mask, all ranks then have
+equally many pairs of positions. The order is a property of the axis (`Mesh.zigzag`): all values
+that are cut over it are cut alike, so that rules about parts do not depend on it.
+
+Source: Brandon et al. 2023, "Striped Attention", and Zhu 2024, "ring-flash-attention", for zigzag.
+"""
 
 from __future__ import annotations
 
@@ -63,43 +71,62 @@ def local_shape(shape: Sequence[int], placement: Placement, ranks: int) -> list[
     return local
 
 
-def part(x: Tensor, cut: Cut, rank: int, ranks: int) -> Tensor:
+def chunks_of(rank: int, ranks: int, zigzag: bool) -> tuple[int, ...]:
+    """Return the numbers of a rank's chunks, in the order in which its part holds them."""
+    return (rank, 2 * ranks - 1 - rank) if zigzag else (rank,)
+
+
+def num_chunks(ranks: int, zigzag: bool) -> int:
+    """Return into how many chunks each group of a dimension is cut."""
+    return 2 * ranks if zigzag else ranks
+
+
+def pieces(
+    whole: Tensor, mine: Tensor, cut: Cut, rank: int, ranks: int, zigzag: bool
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the chunks of a rank as views: of a whole value, and of the rank's part of it."""
+    dim, numbers = cut.dim, chunks_of(rank, ranks, zigzag)
+    count = num_chunks(ranks, zigzag)
+    rest = whole.shape[dim] // (cut.groups * count)
+    each = whole.unflatten(dim, (cut.groups, count, rest))
+    own = mine.unflatten(dim, (cut.groups, len(numbers), rest))
+    for at, number in enumerate(numbers):
+        yield each.select(dim + 1, number), own.select(dim + 1, at)
+
+
+def part(x: Tensor, cut: Cut, rank: int, ranks: int, zigzag: bool = False) -> Tensor:
     """Return a rank's part of a whole value as a copy with the same memory order.
 
     Shapes: x [..., n, ...] with n at `cut.dim`, the part [..., n / ranks, ...].
     """
-    shape = list(x.shape)
-    dim, groups = cut.dim, cut.groups
-    split = [*shape[:dim], groups, ranks, shape[dim] // (groups * ranks), *shape[dim + 1 :]]
-    mine = x.reshape(split).select(dim + 1, rank).reshape(local_shape(shape, cut, ranks))
-    return in_order_of(x, mine)
+    shape = local_shape(x.shape, cut, ranks)
+    made = x.new_empty_strided(shape, strides_like(x, shape))
+    for theirs, own in pieces(x, made, cut, rank, ranks, zigzag):
+        own.copy_(theirs)
+    return made
 
 
-def join(parts: Sequence[Tensor], cut: Cut) -> Tensor:
+def join(parts: Sequence[Tensor], cut: Cut, zigzag: bool = False) -> Tensor:
     """Return the whole value made of the parts of all ranks, in the memory order of the parts."""
     shape = list(parts[0].shape)
     shape[cut.dim] *= len(parts)
     whole = parts[0].new_empty_strided(shape, strides_like(parts[0], shape))
-    return join_into(whole, parts, cut)
+    return join_into(whole, parts, cut, zigzag)
 
 
-def join_into(whole: Tensor, parts: Sequence[Tensor], cut: Cut) -> Tensor:
+def join_into(whole: Tensor, parts: Sequence[Tensor], cut: Cut, zigzag: bool = False) -> Tensor:
     """Fill a whole value from the parts of all ranks, and return it."""
-    dim, groups, ranks = cut.dim, cut.groups, len(parts)
-    rest = parts[0].shape[dim] // groups
-    each = whole.unflatten(dim, (groups, ranks, rest))
     for rank, mine in enumerate(parts):
-        each.select(dim + 1, rank).copy_(mine.unflatten(dim, (groups, rest)))
+        for theirs, own in pieces(whole, mine, cut, rank, len(parts), zigzag):
+            theirs.copy_(own)
     return whole
 
 
-def cut_into(parts: Sequence[Tensor], whole: Tensor, cut: Cut) -> None:
+def cut_into(parts: Sequence[Tensor], whole: Tensor, cut: Cut, zigzag: bool = False) -> None:
     """Fill the parts of all ranks from a whole value."""
-    dim, groups, ranks = cut.dim, cut.groups, len(parts)
-    rest = parts[0].shape[dim] // groups
-    each = whole.unflatten(dim, (groups, ranks, rest))
     for rank, mine in enumerate(parts):
-        mine.unflatten(dim, (groups, rest)).copy_(each.select(dim + 1, rank))
+        for theirs, own in pieces(whole, mine, cut, rank, len(parts), zigzag):
+            own.copy_(theirs)
 
 
 def is_dense(x: Tensor) -> bool:
@@ -107,10 +134,10 @@ def is_dense(x: Tensor) -> bool:
     return x.permute(memory_order(x)).is_contiguous()
 
 
-def leads(x: Tensor, cut: Cut) -> bool:
+def leads(x: Tensor, cut: Cut, zigzag: bool = False) -> bool:
     """Return whether the parts of a dense value are consecutive in memory."""
     first = next(d for d in memory_order(x) if d == cut.dim or x.shape[d] > 1)
-    return cut.groups == 1 and first == cut.dim
+    return cut.groups == 1 and first == cut.dim and not zigzag
 
 
 def memory_order(x: Tensor) -> list[int]:

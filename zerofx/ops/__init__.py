@@ -39,6 +39,10 @@ from zerofx.ops.placed import reduce_values as reduce_values
 from zerofx.ops.placed import scatter_values as scatter_values
 from zerofx.ops.placed import summand as summand
 from zerofx.ops.placed import swap_values as swap_values
+from zerofx.ops.ring import attention as attention
+from zerofx.ops.ring import attention_backward as attention_backward
+from zerofx.ops.ring import ring_attention as ring_attention
+from zerofx.ops.ring import ring_attention_backward as ring_attention_backward
 from zerofx.ops.shards import offload_grad as offload_grad
 from zerofx.ops.shards import read_shard as read_shard
 from zerofx.ops.shards import refresh_shard as refresh_shard

@@ -130,11 +130,11 @@ def _hold_joined(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _hold_scattered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    return _delivered(p, node, time) + _sent(p, node, time, not _lands_in_place(node))
+    return _delivered(p, node, time) + _sent(p, node, time, not _lands_in_place(p, node))
 
 
 def _hold_gathered(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    lands = _delivered if _lands_in_place(node) else _landing
+    lands = _delivered if _lands_in_place(p, node) else _landing
     return lands(p, node, time) + _sent(p, node, time)
 
 
@@ -149,8 +149,11 @@ def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     return made if _ends(node) else _delivered(p, node, time) + made
 
 
-def _lands_in_place(node: fx.Node) -> bool:
-    return leads(value(node.all_input_nodes[0]), _cut_of(node))
+def _lands_in_place(p: Places, node: fx.Node) -> bool:
+    axis = args(node)[1]
+    return leads(
+        value(node.all_input_nodes[0]), _cut_of(node), p.program.layout.mesh.is_zigzag(axis)
+    )
 
 
 def _cut_of(node: fx.Node) -> Cut:
@@ -159,7 +162,7 @@ def _cut_of(node: fx.Node) -> Cut:
 
 
 def _arrive_gathered(p: Places, wait: fx.Node, time: int) -> tuple[Storage, ...]:
-    arrive = hold_at_source if _lands_in_place(launch_of(wait)) else _arrive_apart
+    arrive = hold_at_source if _lands_in_place(p, launch_of(wait)) else _arrive_apart
     return arrive(p, wait, time)
 
 

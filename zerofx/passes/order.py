@@ -24,6 +24,7 @@ from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.offload_shards import OffloadShards
+from zerofx.passes.open_attention import OpenAttention
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.place import OpenLosses, OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
@@ -84,6 +85,8 @@ PREPARE: list[Make] = [
     lambda s: OpenProducts(parallel=s.plan.parallel),
     # and for losses, which are of all positions and all classes
     lambda s: OpenLosses(parallel=s.plan.parallel),
+    # and for attention around a ring, which sums its blocks one by one
+    lambda s: OpenAttention(parallel=s.plan.parallel),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # after the reference, which is of whole values; before anything counts what a rank holds

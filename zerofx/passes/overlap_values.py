@@ -17,7 +17,7 @@ from zerofx import ops
 from zerofx.ir.graphs import call, is_alias
 from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import Planned
-from zerofx.ir.spec import Kind, is_exchange, kind_of, wait_for
+from zerofx.ir.spec import Kind, is_exchange, kind_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 
 
@@ -41,6 +41,9 @@ class OverlapValues(Pass):
             found = [n for n in gm.graph.nodes if is_exchange(n)]
             for number, launch in enumerate(found):
                 _await(gm.graph, launch, number)
+            rings = [n for n in gm.graph.nodes if _is_whole_exchange(n)]
+            for number, node in enumerate(rings, len(found)):
+                set_info(node, index=number)
             launches += len(found)
             if self.moves:
                 moved += sum(_overlap(launch) for launch in found)
@@ -106,7 +109,15 @@ def _before(launch: fx.Node) -> list[fx.Node]:
 
 
 def _is_boundary(node: fx.Node) -> bool:
-    return is_exchange(node) or kind_of(node) in (Kind.WAIT, Kind.PAUSE)
+    is_end = kind_of(node) in (Kind.WAIT, Kind.PAUSE)
+    return is_exchange(node) or is_end or _is_whole_exchange(node)
+
+
+
+def _is_whole_exchange(node: fx.Node) -> bool:
+    """Return whether a node launches collectives of values and waits for them itself."""
+    spec = spec_of(node)
+    return spec is not None and spec.is_value and spec.is_sync
 
 
 def _may_move(node: fx.Node, past: fx.Node) -> bool:

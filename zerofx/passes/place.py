@@ -50,7 +50,7 @@ from zerofx.ir.spec import spec_of
 from zerofx.ir.text import few
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.buckets import CONTEXT
-from zerofx.layout.placements import Cut, P, Part, Placement, R, fits
+from zerofx.layout.placements import Cut, P, Part, Placement, R, fits, num_chunks
 from zerofx.layout.styles import cut_of, part_of
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.plan.fields import Patterns
@@ -391,6 +391,8 @@ class Place(Pass):
         chosen: dict[str, object] = {}
         if self.parallel.context > 1:
             chosen["context"] = self.parallel.context
+        if self.parallel.is_zigzag:
+            chosen["attention"] = self.parallel.attention
         return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence} | chosen
 
 
@@ -426,6 +428,8 @@ class Placing:
 
     def __post_init__(self) -> None:
         self.ranks, self.axis = self.parallel.value_ranks, self.parallel.value_axis
+        self.zigzag = self.parallel.is_zigzag
+        self.chunks = num_chunks(self.ranks, self.zigzag)
         self.by_context = self.axis == CONTEXT
         self.old = self.program.graph(self.name)
         self.graph = fx.Graph()
@@ -486,7 +490,7 @@ class Placing:
         batch, length = val.shape[:2]
         if batch not in self.batches:  # a table of pairs of positions, say
             return None
-        if not fits(val.shape, Cut(1), self.ranks):
+        if not fits(val.shape, Cut(1), self.chunks):
             self.odd.add(length)
             return None
         self.streams.add((batch, length))
@@ -607,7 +611,7 @@ class Placing:
         named = fx.node.map_arg(node.kwargs, hole)
         whole = WholeCall(
             node.target, tuple(args), dict(named), tuple(operands), value(node), self.ranks,
-            axis=self.axis,
+            axis=self.axis, zigzag=self.zigzag,
         )  # fmt: skip
         return replace(whole, hints=self._hints(node, whole))
 
@@ -620,7 +624,9 @@ class Placing:
             return () if cut is None else (cut,)
         if node.target is _aten.bmm.default:  # [batch * heads, ...]: by heads, of each sample
             rows = whole.shape[0]
-            return tuple(Cut(0, b) for b, _ in sorted(self.streams) if rows % (b * self.ranks) == 0)
+            return tuple(
+                Cut(0, b) for b, _ in sorted(self.streams) if rows % (b * self.chunks) == 0
+            )
         return ()
 
     def _choose(self, node: fx.Node, whole: WholeCall) -> Way:
@@ -654,9 +660,9 @@ class Placing:
         model, ranks = self.program.model_name, self.ranks
         for line, heads in self.gathered.items():
             log.warning(
-                "%s (%s): %d heads are not divided by Plan.parallel.%s = %d: attention is "
+                "%s (%s): %d heads are not divided by %sPlan.parallel.%s = %d: attention is "
                 "gathered, and each of these ranks computes all of it",
-                model, line, heads, self.axis, ranks,
+                model, line, heads, "2 x " if self.zigzag else "", self.axis, ranks,
             )  # fmt: skip
         if not self.by_context:
             return
@@ -664,8 +670,8 @@ class Placing:
             lengths = ", ".join(map(str, sorted(self.odd)))
             log.warning(
                 "%s: a sequence of %s positions is not cut over Plan.parallel.context = %d, which "
-                "does not divide it: each of these ranks computes all of it. Pad the sequences",
-                model, lengths, ranks,
+                "%s not divide it: each of these ranks computes all of it. Pad the sequences",
+                model, lengths, ranks, "twice does" if self.zigzag else "does",
             )  # fmt: skip
         elif not self.streams:
             log.warning(

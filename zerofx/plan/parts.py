@@ -261,6 +261,7 @@ class Parallel:
     context: ranks that share each sequence: every value between layers is cut along it. The states
         of the ZeRO stage are sharded over these ranks too. They need the same samples.
     attention: "heads": each rank of the context axis computes attention for a part of the heads.
+        "ring": each keeps its queries, and keys and values travel around the ranks.
     placements: "auto" uses the plan of a transformers model, or recognises layers by name. Or
         {name pattern of modules: "colwise", "rowwise", "whole"}; other modules are as with "auto".
         "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
@@ -282,14 +283,15 @@ class Parallel:
         that begin the second, third, ... stage.
 
     Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Jacobs et
-    al. 2023, "DeepSpeed Ulysses", for the context; Huang et al. 2019, "GPipe"; Narayanan et al.
-    2019, "PipeDream", and 2021, for "1f1b"; Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
+    al. 2023, "DeepSpeed Ulysses", and Liu et al. 2023, "Ring Attention", for the context; Huang et
+    al. 2019, "GPipe"; Narayanan et al. 2019, "PipeDream", and 2021, for "1f1b"; Qi et al. 2023,
+    "Zero Bubble Pipeline Parallelism", for "zero-bubble".
     """
 
     tensor: int = spec_field(1, whole(1))
     sequence: bool = spec_field(False, flag)
     context: int = spec_field(1, whole(1))
-    attention: str = spec_field("heads", one_of("heads"))
+    attention: str = spec_field("heads", one_of("heads", "ring"))
     placements: str | Patterns = spec_field("auto", _placements)
     pipeline: int = spec_field(1, whole(1))
     schedule: str = spec_field("1f1b", one_of("1f1b", "gpipe", "interleaved", "zero-bubble"))
@@ -318,6 +320,11 @@ class Parallel:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
                 "the ranks of the tensor axis. Set tensor, or drop sequence"
+            )
+        if self.attention == "ring" and self.context == 1:
+            raise PlanError(
+                "Plan.parallel.attention = 'ring' contradicts context = 1: keys and values travel "
+                "around the ranks of the context axis. Set context, or drop attention"
             )
         if self.context > 1:
             self._check_context()
@@ -430,6 +437,11 @@ class Parallel:
     def value_axis(self) -> str:
         """The axis over which the values of a graph are cut."""
         return "context" if self.context > 1 else "tensor"
+
+    @property
+    def is_zigzag(self) -> bool:
+        """Whether values are cut over the context axis in zigzag order: it balances a ring."""
+        return self.context > 1 and self.attention == "ring"
 
     @property
     def value_ranks(self) -> int:

@@ -23,6 +23,7 @@ from zerofx.layout.placements import (
     leads,
     memory_order,
     part,
+    pieces,
     strides_like,
 )
 
@@ -32,6 +33,10 @@ if TYPE_CHECKING:
 
 def _axis(engine: Any, name: str) -> Axis:
     return engine.world.axis(name)
+
+
+def _zigzag(engine: Any, name: str) -> bool:
+    return engine.layout.mesh.is_zigzag(name)
 
 
 def _flat(dense: Tensor) -> Tensor:
@@ -113,12 +118,13 @@ def scatter_values(
 ) -> ValueFlight:
     """Launch the reduce-scatter of `x`: the sum over all ranks, of which each gets its part."""
     cut, label = Cut(dim, groups), "reduce-scatter of a value"
+    zigzag = _zigzag(engine, axis)
     like = _like(x, dim, 1, ranks)
-    if leads(x, cut):
+    if leads(x, cut, zigzag):
         full = _flat(in_order_of(x, x))
     else:
         full = x.new_empty(ranks, like.numel())
-        cut_into(_parts_of(full, like), x, cut)
+        cut_into(_parts_of(full, like), x, cut, zigzag)
         full = full.view(-1)
     work = _axis(engine, axis).reduce_scatter(_flat(like), full, 1.0, label)
     return ValueFlight(like, work, full)
@@ -130,16 +136,20 @@ def gather_values(
 ) -> ValueFlight:
     """Launch the all-gather of the value of which `x` is this rank's part."""
     cut, label = Cut(dim, groups), "all-gather of a value"
+    zigzag = _zigzag(engine, axis)
     dense = in_order_of(x, x)
     line = _axis(engine, axis)
-    if leads(x, cut):
+    if leads(x, cut, zigzag):
         out = _like(dense, dim, ranks)
         return ValueFlight(out, line.all_gather(_flat(out), _flat(dense), label), dense)
     landing = dense.new_empty(ranks, dense.numel())
     parts = _parts_of(landing, dense)
     work = line.all_gather(landing.view(-1), _flat(dense), label)
     return ValueFlight(
-        lambda: _like(parts[0], dim, ranks), work, dense, lambda out: join_into(out, parts, cut)
+        lambda: _like(parts[0], dim, ranks),
+        work,
+        dense,
+        lambda out: join_into(out, parts, cut, zigzag),
     )
 
 
@@ -155,8 +165,8 @@ def swap_values(
     ranks: int,
 ) -> ValueFlight:
     """Launch the all-to-all that turns a value cut along `dim` into one cut along `to_dim`."""
-    cut = Cut(dim, groups)
-    sends = [part(x, Cut(to_dim, to_groups), rank, ranks) for rank in range(ranks)]
+    cut, zigzag = Cut(dim, groups), _zigzag(engine, axis)
+    sends = [part(x, Cut(to_dim, to_groups), rank, ranks, zigzag) for rank in range(ranks)]
     receives = [torch.empty_like(each) for each in sends]
     work = _axis(engine, axis).all_to_all(
         [_flat(each) for each in receives], [_flat(each) for each in sends], "all-to-all of a value"
@@ -165,7 +175,7 @@ def swap_values(
         lambda: _like(receives[0], dim, ranks),
         work,
         sends,
-        lambda out: join_into(out, receives, cut),
+        lambda out: join_into(out, receives, cut, zigzag),
     )
 
 
@@ -178,7 +188,7 @@ def joined_value(engine: Any, flat: Tensor, number: int, offset: int, shape: lis
 @torch.no_grad()
 def part_of(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Tensor:
     """Return this rank's part of a value that every rank holds whole."""
-    return part(x, Cut(dim, groups), _axis(engine, axis).rank, ranks)
+    return part(x, Cut(dim, groups), _axis(engine, axis).rank, ranks, _zigzag(engine, axis))
 
 
 @torch.no_grad()
@@ -192,8 +202,9 @@ def summand(engine: Any, x: Tensor, axis: str) -> Tensor:
 def padded(engine: Any, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Tensor:
     """Return a whole value that has this rank's part `x`, and zeros elsewhere."""
     made = _like(x, dim, ranks).zero_()
-    mine = made.unflatten(dim, (groups, ranks, -1)).select(dim + 1, _axis(engine, axis).rank)
-    mine.copy_(x.unflatten(dim, (groups, -1)))
+    rank, cut = _axis(engine, axis).rank, Cut(dim, groups)
+    for theirs, own in pieces(made, x, cut, rank, ranks, _zigzag(engine, axis)):
+        theirs.copy_(own)
     return made
 
 

@@ -9,6 +9,7 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,4 +197,5 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
         for i, b in enumerate(facts["buckets"])
     )
     sizes = {axis: facts[f"{axis}_size"] for axis in AXES}
-    return Layout(buckets, Mesh.of(context=facts.get("context_size", 1), **sizes))
+    context, zigzag = facts.get("context_size", 1), facts.get("zigzag", False)
+    return Layout(buckets, replace(Mesh.of(context=context, **sizes), zigzag=zigzag))

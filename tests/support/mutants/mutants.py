@@ -130,6 +130,14 @@ CONTEXT_BASES = [
     Base("gpt", Choice(2, 2, parallel=CONTEXT, prefetch=2)),
 ]
 
+RING = (*CONTEXT, ("attention", "ring"))
+RING_BASES = [
+    Base("hf-llama", Choice(3, 2, parallel=RING)),
+    Base("gpt", Choice(2, 4, parallel=RING, prefetch=2)),
+    Base("hf-gpt2", Choice(1, 2, parallel=RING, activations="recompute")),
+    Base("hf-bert", Choice(0, 2, parallel=RING)),
+]
+
 
 class Editor:
     """One graph of a program under change, with random choices of what is legal in fx.

@@ -20,7 +20,7 @@ from zerofx.ir.meta import Hole, Placed, info, set_info, tensors_of, value
 from zerofx.ir.placing import _is_local, _Typing, ways
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import Kind, kind_of, wait_for
-from zerofx.layout.placements import Cut, Part, R, fits
+from zerofx.layout.placements import Cut, Part, R, fits, num_chunks
 from zerofx.ops.placed import CONVERSIONS
 
 aten = torch.ops.aten
@@ -33,6 +33,12 @@ def conversions(edit: Editor, *targets: object) -> list[fx.Node]:
 
 def _of(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
+
+
+def _chunks(edit: Editor) -> int:
+    """Return into how many chunks what is cut is divided."""
+    parallel = edit.program.plan.parallel
+    return num_chunks(parallel.value_ranks, parallel.is_zigzag)
 
 
 def _end(node: fx.Node) -> fx.Node:
@@ -401,6 +407,64 @@ def retarget_alike(edit: Editor) -> str | None:
     return None
 
 
+# -- rings of attention ---------------------------------------------------------------------------
+RINGS = (ops.ring_attention, ops.ring_attention_backward)
+
+
+def other_ring(edit: Editor) -> str | None:
+    """Go around other ranks, or attend under another mask or scale."""
+    if (node := edit.any_of(edit.find(*RINGS))) is None:
+        return None
+    at = len(node.args) - edit.rng.choice([4, 3, 2, 1])
+    old: Any = node.args[at]
+    new: Any = not old if isinstance(old, bool) else "shard" if isinstance(old, str) else 2 * old
+    set_argument(node, at, new)
+    return f"{label(node)}: {new} for {old} at {at}"
+
+
+def no_ring(edit: Editor) -> str | None:
+    """Let each rank attend to its own keys alone: all other steps are left out."""
+    if (node := edit.any_of(edit.find(*RINGS))) is None:
+        return None
+    what, backward = label(node), node.target is RINGS[1]
+    node.target = ops.attention_backward if backward else ops.attention
+    node.args = (*node.args[:-4], *node.args[-2:])
+    return what
+
+
+def other_operand(edit: Editor) -> str | None:
+    """Let a ring read one of its operands in the place of another, or of another ring's."""
+    nodes = edit.find(*RINGS)
+    for node in _shuffled(edit, nodes):
+        at = edit.rng.randrange(len(node.args) - 4)
+        found = [a for n in nodes for a in n.all_input_nodes if a is not node.args[at]]
+        position = edit.positions()
+        alike = [
+            a for a in found
+            if is_same_kind(value(a), value(node.args[at])) and position[a] < position[node]
+        ]  # fmt: skip
+        if alike:
+            set_argument(node, at, other := edit.rng.choice(alike))
+            return f"{label(node)} reads {label(other)} at {at}"
+    return None
+
+
+def other_result(edit: Editor) -> str | None:
+    """Let readers of one of a ring's gradients read another one."""
+    for node in _shuffled(edit, edit.find(RINGS[1])):
+        items = {user.args[1]: user for user in node.users}
+        first, second = edit.rng.sample([0, 1, 2], 2)
+        if first in items and second in items:
+            one, other = items[first], items[second]
+            if is_same_kind(value(one), value(other)):
+                set_argument(one, 1, second)
+                return f"{label(node)}: {second} for {first}"
+    return None
+
+
+RING_KINDS = [other_ring, no_ring, other_operand, other_result]
+
+
 # -- what is right --------------------------------------------------------------------------------
 def convert_again(edit: Editor) -> str | None:
     """Convert a value a second time for some of its readers."""
@@ -416,11 +480,11 @@ def convert_again(edit: Editor) -> str | None:
 
 def in_two_steps(edit: Editor) -> str | None:
     """Sum by a scatter and a gather; swap by a gather and a part; part, gather and part again."""
-    team = edit.program.plan.parallel.value_ranks
+    team, chunks = edit.program.plan.parallel.value_ranks, _chunks(edit)
     for node in _shuffled(edit, conversions(edit)):
         source, target = _of(node), node.target
         shape = _whole_shape(node)
-        dims = [d for d, size in enumerate(shape) if size % team == 0]
+        dims = [d for d, size in enumerate(shape) if size % chunks == 0]
         if not dims:
             continue
         dim = edit.rng.choice(dims)
@@ -496,7 +560,7 @@ def useless_conversion(edit: Editor) -> str | None:
     for node in conversions(edit):
         shape = _whole_shape(node)
         if _lies(node) == R:
-            found += [(node, d) for d, size in enumerate(shape) if size % team == 0]
+            found += [(node, d) for d, size in enumerate(shape) if size % _chunks(edit) == 0]
     if not found:
         return None
     node, dim = edit.rng.choice(found)

@@ -16,19 +16,48 @@ from torch import Tensor
 Blocking = Generator[None, None, Any]
 
 
-def cut(x: Tensor, dim: int, groups: int, rank: int, ranks: int) -> Tensor:
-    """Return one rank's part of a value: of each group its chunk."""
-    chunks = [group.chunk(ranks, dim)[rank] for group in x.chunk(groups, dim)]
-    return torch.cat(chunks, dim)
+def cut(x: Tensor, dim: int, groups: int, rank: int, ranks: int, zigzag: bool = False) -> Tensor:
+    """Return one rank's part of a value: of each group its chunk, or its first and last one."""
+    own = [rank, 2 * ranks - 1 - rank] if zigzag else [rank]
+    count = 2 * ranks if zigzag else ranks
+    if x.shape[dim] % (groups * count):
+        raise OracleError(f"{list(x.shape)} in {groups} x {count} chunks along {dim}")
+    found = [group.chunk(count, dim)[n] for group in x.chunk(groups, dim) for n in own]
+    return torch.cat(found, dim)
 
 
-def uncut(parts: list[Tensor], dim: int, groups: int) -> Tensor:
+def uncut(parts: list[Tensor], dim: int, groups: int, zigzag: bool = False) -> Tensor:
     """Return the value that parts are of."""
-    return torch.cat([p.chunk(groups, dim)[g] for g in range(groups) for p in parts], dim)
+    if not zigzag:
+        return torch.cat([p.chunk(groups, dim)[g] for g in range(groups) for p in parts], dim)
+    halves = [[group.chunk(2, dim) for group in p.chunk(groups, dim)] for p in parts]
+    rows = [[h[g][0] for h in halves] + [h[g][1] for h in reversed(halves)] for g in range(groups)]
+    return torch.cat([x for row in rows for x in row], dim)
 
 
 def added(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
+
+
+def _alike(x: Tensor, q: Tensor) -> Tensor:
+    """Return keys or values with as many heads as queries have."""
+    return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _laid(x: Tensor) -> Tensor:
+    """Return a value with the heads behind the sequence in memory, as torch's operators do."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    found = q @ _alike(k, q).mT * scale
+    ahead = torch.ones(found.shape[-2:], dtype=torch.bool).triu(1)
+    return found.masked_fill(ahead, -torch.inf) if causal else found
+
+
+def _weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    found = _scores(q, k, causal, scale)
+    return found.softmax(-1), found.logsumexp(-1)
 
 
 class Placed:
@@ -37,6 +66,7 @@ class Placed:
     rank: int
     team: int  # how many ranks share each layer: they are neighbours
     context: int  # how many share each sequence: they too
+    zigzag: bool = False  # whether each of these has two chunks, from either end
 
     @property
     def peers(self) -> int:
@@ -96,14 +126,16 @@ class Placed:
         self._over(axis, ranks)
 
         def made(parts: list[Tensor]) -> Tensor:
-            return cut(added(parts), dim, groups, self.place, ranks)
+            return cut(added(parts), dim, groups, self.place, ranks, self.zigzag)
 
         return self._exchange("scatter values", x, (dim, groups), made)
 
     def _gather_values(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
         self._over(axis, ranks)
         more = (dim, groups)
-        return self._exchange("gather values", x, more, lambda parts: uncut(parts, dim, groups))
+        return self._exchange(
+            "gather values", x, more, lambda parts: uncut(parts, dim, groups, self.zigzag)
+        )
 
     def _swap_values(
         self, x: Tensor, axis: str, dim: int, groups: int, to_dim: int, to_groups: int, ranks: int
@@ -111,14 +143,21 @@ class Placed:
         self._over(axis, ranks)
 
         def made(parts: list[Tensor]) -> Tensor:
-            return cut(uncut(parts, dim, groups), to_dim, to_groups, self.place, ranks)
+            return cut(
+                uncut(parts, dim, groups, self.zigzag),
+                to_dim,
+                to_groups,
+                self.place,
+                ranks,
+                self.zigzag,
+            )
 
         return self._exchange("swap values", x, (dim, groups, to_dim, to_groups), made)
 
     def _part(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
         yield from ()
         self._over(axis, ranks)
-        return cut(x, dim, groups, self.place, ranks)
+        return cut(x, dim, groups, self.place, ranks, self.zigzag)
 
     def _summand(self, x: Tensor, axis: str) -> Blocking:
         yield from ()
@@ -129,7 +168,63 @@ class Placed:
         yield from ()
         self._over(axis, ranks)
         none = torch.zeros_like(x)
-        return uncut([x if r == self.place else none for r in range(ranks)], dim, groups)
+        return uncut(
+            [x if r == self.place else none for r in range(ranks)], dim, groups, self.zigzag
+        )
+
+    # -- attention --------------------------------------------------------------------------
+    def _everywhere(self, kind: str, xs: list[Tensor], more: tuple[Any, ...]) -> Blocking:
+        """Return the whole of values that are cut along the sequence."""
+        found: list[Tensor] = []
+
+        def land(parts: list[list[Tensor]]) -> None:
+            first = self.rank - self.place
+            mine = parts[first : first + self.peers]
+            found.extend(uncut([p[i] for p in mine], 2, 1, self.zigzag) for i in range(len(xs)))
+
+        signature = (kind, *(tuple(x.shape) for x in xs), *more)
+        transfer = yield from self._launch(torch.empty(1), signature, xs, land)
+        yield from self._wait(transfer)  # type: ignore[attr-defined]
+        return found
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return _laid(cut(x, 2, 1, self.place, self.peers, self.zigzag))
+
+    def _attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Blocking:
+        yield from ()
+        weights, lse = _weights(q, k, causal, scale)
+        return _laid(weights @ _alike(v, q)), _laid(lse)
+
+    def _attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        causal: bool, scale: float,
+    ) -> Blocking:  # fmt: skip
+        yield from ()
+        heads, count = k.shape[1], q.shape[1] // k.shape[1]
+        weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+        up = grad @ _alike(v, q).mT
+        steps = weights * (up - (grad * out).sum(-1, keepdim=True)) * scale
+        made = steps.mT @ q, weights.mT @ grad
+        dk, dv = (x.unflatten(1, (heads, count)).sum(2) for x in made)
+        return _laid(steps @ _alike(k, q)), _laid(dk), _laid(dv)
+
+    def _ring_attention(
+        self, q: Tensor, k: Tensor, v: Tensor, axis: str, ranks: int, causal: bool, scale: float
+    ) -> Blocking:
+        self._over(axis, ranks)
+        whole = yield from self._everywhere("ring", [q, k, v], (causal, scale))
+        made = yield from self._attention(*whole, causal, scale)
+        return tuple(self._rows(x) for x in made)
+
+    def _ring_attention_backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        axis: str, ranks: int, causal: bool, scale: float,
+    ) -> Blocking:  # fmt: skip
+        self._over(axis, ranks)
+        given = [grad, q, k, v, out, lse]
+        whole = yield from self._everywhere("ring of gradients", given, (causal, scale))
+        made = yield from self._attention_backward(*whole, causal, scale)
+        return tuple(self._rows(x) for x in made)
 
     # -- tables that are cut by rows --------------------------------------------------------
     def _embedding_rows(self, table: Tensor, ids: Tensor, axis: str, rows: int) -> Blocking:

@@ -45,6 +45,7 @@ class Rank:
             rank, self.program.layout, self.memory, self.shards, exchange, self.team,
             self.context,
         )  # fmt: skip
+        self.ops.zigzag = self.program.plan.parallel.is_zigzag
         self.ops.away.far, self.ops.away.stays = self._far()
         self.ops.away.stored = self._stored()
         self.saved: list[Any] = []

@@ -22,6 +22,7 @@ def test_the_order_in_reading_form() -> None:
         "tile",
         "open-products",
         "open-losses",
+        "open-attention",
         "merge-tied",
         "place",
         "cut-stages",
@@ -95,8 +96,8 @@ def test_specs_name_every_option() -> None:
 
 
 def test_which_passes_change_numbers() -> None:
-    changing = ["cast", "fuse", "tile", "open-products", "open-losses", "place"]
-    changing += ["quantize", "sync-buffers"]
+    changing = ["cast", "fuse", "tile", "open-products", "open-losses"]
+    changing += ["open-attention", "place", "quantize", "sync-buffers"]
     assert [p.name for p in PASSES if not p.keeps_bits] == changing
 
 

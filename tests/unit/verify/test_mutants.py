@@ -6,20 +6,34 @@ None harmful may pass, and at most 5 % of the harmless ones may be refused.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from models import CASES
-from mutants import BASES, CONTEXT_BASES, PLACED_BASES, Mutant, generate
+from mutants import BASES, CONTEXT_BASES, PLACED_BASES, RING_BASES, Mutant, generate
 from mutants_drop import drop_update, drop_wait
 from mutants_judge import Tally, harm_of, refusal_of
 from mutants_kinds import KINDS
 from mutants_move import move_update
-from mutants_placed import HARMFUL, HARMLESS, PLACED, reduce_apart, reduce_early, wrong_rows
+from mutants_placed import (
+    HARMFUL,
+    HARMLESS,
+    PLACED,
+    RING_KINDS,
+    drop_conversion,
+    reduce_apart,
+    reduce_early,
+    told,
+    useless_conversion,
+    wrong_cut,
+    wrong_rows,
+)
 
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import info
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.ir.verify import verify
+from zerofx.policy import ring
 
 FEW = [*BASES[:3], *BASES[15:22], *BASES[-4:]]
 SPILLED = BASES[-2:]
@@ -94,6 +108,51 @@ def test_of_sequences_that_are_cut() -> None:
         found.add(mutant)
     assert found.total("harmful refused") > 8 and found.total("harmless accepted") > 2
     check(found, 0.1)
+
+
+def test_of_rings_of_attention() -> None:
+    """Other ranks, masks, scales and operands; steps left out; parts in another order."""
+    found = Tally()
+    kinds = [*RING_KINDS, *map(told, RING_KINDS), wrong_cut, drop_conversion, useless_conversion]
+    for mutant in generate(len(kinds), 3, RING_BASES[:1], kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 6
+    check(found, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(260, 261))
+def test_of_rings_of_attention_many(seed: int) -> None:
+    found = Tally()
+    kinds = [k for k in PLACED if not k.__name__.startswith((*NO_TENSOR, "reduce_early"))]
+    kinds += [*RING_KINDS, *RING_KINDS, *map(told, RING_KINDS)]
+    for mutant in generate(3 * len(kinds), seed, RING_BASES, kinds):
+        found.add(mutant)
+    own = [k.__name__.replace("_", "-") for k in RING_KINDS]
+    assert found.total("harmful refused", own) > 10
+    check(found, 0.1, strays_by=1.65)
+
+
+@pytest.mark.parametrize("wrong", ["source", "dropped", "twice", "masked"])
+def test_wrong_steps_of_a_ring_are_refused(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The steps of all ranks together must be attention over the whole sequence."""
+    program, right = RING_BASES[0].program, ring.blocks
+    verify(program)
+
+    def steps(rank: int, ranks: int, queries: int, keys: int, causal: bool) -> tuple:
+        first, *rest = right(rank, ranks, queries, keys, causal)
+        other = replace(rest[0], source=rank) if wrong == "source" else rest[0]
+        if wrong == "masked":
+            other = replace(other, is_causal=True)
+        return {"dropped": (first,), "twice": (first, other, other)}.get(wrong, (first, other))
+
+    monkeypatch.setattr(ring, "blocks", steps)
+    ring.fault_of.cache_clear()
+    with pytest.raises(ProgramError, match="of their chunks queries"):
+        verify(program)
+    monkeypatch.undo()
+    ring.fault_of.cache_clear()
+    verify(program)
 
 
 @pytest.mark.slow

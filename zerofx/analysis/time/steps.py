@@ -91,9 +91,11 @@ def _name(step: Step) -> str:
     """Return the name of a step, which several steps may share."""
     if step.kind == "region":
         return f"{step.graph} region {step.region}"
-    if step.kind == "sync":
+    if step.kind == "sync" and not step.is_value:
         return f"{step.graph} sync"
     what = f"{'v' if step.is_value else 'b'}{step.bucket}"
+    if step.kind == "sync":
+        return f"{step.graph} {step.verb} {what}"
     if step.kind in ("launch", "wait"):
         return f"{step.graph} {step.verb} {what}{' wait' if step.kind == 'wait' else ''}"
     return f"{step.graph} {step.kind} {what}"
@@ -132,7 +134,7 @@ def _step(index: int, graph: str, nodes: list[fx.Node], resident: int) -> Step:
     if spec is not None:
         of = spec_of(launch_of(node)) if spec.kind is Kind.WAIT else spec
         assert of is not None and of.lane is not None, f"{of} takes a step, but has no lane"
-        is_sync = spec.kind is Kind.SYNC
+        is_sync = spec.kind is Kind.SYNC and not spec.is_value
         return Step(
             index, graph, of.lane, spec.kind.value, "" if is_sync else where.unit,
             -1 if is_sync else where.index, of.verb, is_value=of.is_value, resident_bytes=resident,

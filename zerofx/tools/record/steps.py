@@ -13,13 +13,14 @@ from zerofx.analysis.time.steps import Lane, Step
 from zerofx.comm.world import World
 from zerofx.errors import RecordingError
 from zerofx.ir.program import FORWARD, Planned
+from zerofx.ir.spec import specs
 from zerofx.runtime.tiers.beside import Note
 from zerofx.tools.record.lanes import LANES, Place, Row, own_rows, span_of
 from zerofx.tools.record.stopwatch import REGION, Clock, Run
 
 UPDATE = "step update"  # the name of the optimizer's own step, after backward
 _VERBS = {"region": {REGION}, "wait": {"wait"}, "release": {"release"}, "pack": {"pack"},
-          "update": {"update"}, "sync": {"sync_buffers"}}  # fmt: skip
+          "update": {"update"}}  # fmt: skip
 
 _NOTED = frozenset(LANES.values())  # lanes whose own begins and ends are known
 
@@ -112,9 +113,13 @@ def _is_whole(recorded: RecordedStep, expected: Mapping[str, list[Step]]) -> boo
             return False  # an exception ended it
         assert len(run.calls) == len(steps), f"{graph}: {len(run.calls)} calls, {len(steps)} steps"
         for step, (verb, *_) in zip(steps, run.calls, strict=True):
-            known = _VERBS.get(step.kind)
+            known = _syncs() if step.kind == "sync" else _VERBS.get(step.kind)
             assert known is None or verb in known, f"{step.name} ran as {verb}"
     return True
+
+
+def _syncs() -> set[str]:
+    return {spec.call for spec in specs() if spec.is_sync}
 
 
 def _table(

@@ -54,7 +54,7 @@ def _detail(
         return _region(step, nodes)
     node = nodes[0]
     line = info(node).line
-    if step.kind == "sync":
+    if step.kind == "sync" and not step.is_value:
         return Detail(step, f"{len(node.all_input_nodes)} buffers", nbytes(value(node)), line)
     moved = node.all_input_nodes[0] if node.all_input_nodes else node
     if step.kind in ("launch", "wait") and isinstance(value(node), torch.Tensor):

@@ -194,7 +194,7 @@ def _cell(step: Step) -> str:
     if step.kind == "release":
         return f"x  b{step.bucket}"
     if step.kind == "sync":
-        return "BC buffers"
+        return f"{step.verb} {_moved(step)}{prime}" if step.is_value else "BC buffers"
     return f"{step.verb} {_moved(step)} {'>' if step.kind == 'launch' else '<'}"
 
 
