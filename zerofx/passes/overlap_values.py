@@ -113,7 +113,6 @@ def _is_boundary(node: fx.Node) -> bool:
     return is_exchange(node) or is_end or _is_whole_exchange(node)
 
 
-
 def _is_whole_exchange(node: fx.Node) -> bool:
     """Return whether a node launches collectives of values and waits for them itself."""
     spec = spec_of(node)
