@@ -37,7 +37,7 @@ RING = {"context": 2, "attention": "ring"}
         slow("bert", 4, {"stage": 1}),
         slow("gpt2", 4, {"stage": 2, "shard_axis_size": 2}),
         slow("llama", 4, {"stage": 3, "parallel": {"context": 4}}),
-        ("grouped", 2, {"stage": 3, "parallel": RING}),
+        slow("grouped", 2, {"stage": 3, "parallel": RING}),
         slow("llama", 2, {"stage": 2, "parallel": RING, "activations": "recompute"}),
         slow("gpt2", 2, {"stage": 1, "parallel": RING, "kernels": "inductor"}),
         slow("bert", 2, {"stage": 2, "parallel": RING}),

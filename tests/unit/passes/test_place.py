@@ -16,6 +16,8 @@ from tensor_models import MODELS, batch, llama
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.analysis.time.prices import Roofline
+from zerofx.analysis.time.tasks import tasks
 from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import hardware_for
@@ -379,8 +381,13 @@ def test_a_ring_is_proved_priced_and_counted(tmp_path: Path) -> None:
     numel = 2 * batch_size * heads * local * width  # of keys and values, which are unrepeated
     assert kinds["send"].calls == layers * 3
     assert kinds["send"].sent_bytes == layers * 3 * numel * 4
-    found = zerofx.predict(program, hardware="dgx-h100")
-    assert found.step_us > 0
+    assert zerofx.predict(program, hardware="dgx-h100").step_us > 0
+    prices = Roofline.of(program.plan, hardware_for("cuda", "dgx-h100"), 4)
+    steps = {t.name: t for t in tasks(program, prices) if t.name.startswith("forward")}
+    ring = next(n for n in steps if " RING v" in n)
+    blocks = [f"forward attention {ring.split()[-1]} block {k}" for k in (0, 1)]
+    assert steps[ring].us > 0 and steps[blocks[0]].us > 0
+    assert [steps[ring].index in steps[name].needs for name in blocks] == [False, True]
     program.emit(tmp_path)
     text = (tmp_path / "schedule.py").read_text()
     assert text.count("rt.ring_attention(") == text.count("rt.ring_attention_backward(") == layers
