@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -156,6 +157,14 @@ MODELS = {
     "t5": t5,
     "vit": vit,
 }
+
+
+def relative_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return how far a model's state is off as a whole, as a part of its length."""
+    floats = [n for n, value in expected.items() if value.is_floating_point()]
+    off = sum(float((found[n].double() - expected[n].double()).square().sum()) for n in floats)
+    length = sum(float(expected[n].double().square().sum()) for n in floats)
+    return (off / length) ** 0.5
 
 
 def batch(name: str, seed: int = 1) -> dict[str, Tensor]:

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from tensor_models import MODELS, batch
+from tensor_models import MODELS, batch, relative_error
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
+from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import ShardError
 from zerofx.plan.plan import Plan
 
@@ -70,6 +71,7 @@ def compare(found: Any, expected: Any, tolerance: float) -> None:
     norms, state = found
     assert norms == pytest.approx(expected[0], rel=1e-5)
     assert state.keys() == expected[1].keys()
+    assert relative_error(state, expected[1]) <= (1e-6 if tolerance < 1e-5 else 1e-5)
     for key, theirs in expected[1].items():
         torch.testing.assert_close(state[key], theirs, rtol=0, atol=tolerance, msg=key)
 
@@ -106,6 +108,41 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
         expected = plain(name, optimizer, data)
         for found in pool.run(ranks, train, name, optimizer, plan):
             compare(found, expected, tolerance)
+
+
+def counted(plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the calls and bytes that this rank sent in a step, and those of its program."""
+    model = zerofx.compile(make("llama"), {"kernels": "aten", "outputs": "loss", **plan})
+    optimizer = _optimizer("sgd", model)
+    counters = model.zerofx.world.counters
+    for step in range(2):
+        before = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
+        model(**batch("llama", seed=step)).loss.backward()
+        after = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    predicted = traffic(model.programs[0], model.zerofx.world.rank).kinds
+    none = (0, 0)
+    found = {k: tuple(a - b for a, b in zip(n, before.get(k, none), strict=True))
+             for k, n in after.items()}  # fmt: skip
+    return (
+        {kind: n for kind, n in found.items() if n != none},
+        {kind: (s.calls, s.sent_bytes) for kind, s in predicted.items() if s.calls},
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan"),
+    [
+        (2, {"stage": 3, "parallel": {"tensor": 2}}),
+        slow(2, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        slow(4, {"stage": 3, "parallel": {"tensor": 2, "sequence": True}}),
+        slow(2, {"stage": 3, "parallel": {"context": 2}}),
+    ],
+)
+def test_ranks_send_what_is_predicted(pool: Pool, ranks: int, plan: dict[str, Any]) -> None:
+    for found, predicted in pool.run(ranks, counted, plan):
+        assert found == predicted
 
 
 def losses_of_labels() -> list[Any]:
