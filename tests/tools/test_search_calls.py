@@ -27,7 +27,7 @@ from zerofx.tools.views.timeline import format_rate
     [
         ({"hardware": "dgx-h10"}, "unknown hardware 'dgx-h10'. Did you mean 'dgx-h100'?"),
         (
-            {"global_samples": 7},
+            {"global_samples": 7, "plan": {"parallel": "none"}},
             "7 samples per step cannot be divided among 4 ranks. Give 8, the nearest",
         ),
         (
@@ -37,7 +37,7 @@ from zerofx.tools.views.timeline import format_rate
         ({"global_samples": 8, "batch_tokens": 64}, "is given in samples and in tokens"),
         ({"plan": {"stag": 3}}, "unknown plan field 'stag'"),
         (
-            {"plan": {"shard_axis_size": 3}},
+            {"plan": {"shard_axis_size": 3, "parallel": "none"}},
             "search: no valid plan exists: Plan.shard_axis_size = 3 does not divide the world of 4",
         ),
     ],

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, memory
 from zerofx.analysis.memory.standing import with_saved_bytes
 from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes, forecast
 from zerofx.analysis.time.pipelines import (
@@ -198,7 +198,9 @@ def _of_pipeline(
         of_rank |= dict.fromkeys(kind.positions, figures)
         wires |= _wires(kind, parallel, hardware)
     times = [
-        StageTimes(*(of_rank[s % size][f"{what}:{s // size}"] for what in TIMES), lane_bytes=())
+        StageTimes(
+            **{what: of_rank[s % size][f"{what}:{s // size}"] for what in TIMES}, lane_bytes=()
+        )
         for s in range(size * turns)
     ]
     paper = paper_step(parallel, num, times, wires)
@@ -222,7 +224,7 @@ def _of_pipeline(
     }  # fmt: skip
 
 
-TIMES = ("forward", "backward", "last_backward", "end")
+TIMES = ("forward", "backward", "last_backward", "end", "weights")
 
 
 def _of_rank(
@@ -236,10 +238,14 @@ def _of_rank(
         figures[name] = figures.get(name, 0.0) + value
 
     for turn, program in enumerate(programs):
-        held = memory(program, **known)
+        held = memory(
+            program,
+            known.get("optimizer_bytes", ADAMW_STATE_BYTES),
+            keeps_results=known.get("keeps_results", False),
+        )
         for name in ("peak_bytes", "host_bytes", "nvme_bytes"):
             figures[name] = max(figures.get(name, 0.0), float(getattr(held, name)))
-        found = steady(program, prices)
+        found = steady(program, prices, known.get("clips", False))
         times = times_of(found)
         for name in TIMES:
             figures[f"{name}:{turn}"] = getattr(times, name)

@@ -194,8 +194,8 @@ class Space:
     def _fields(self, parallel: Parallel, accumulation: int) -> Iterator[dict[str, Any]]:
         axes = ("stage", "shard_axis_size", "activations", "offload", "update", "tiling")
         rest = ("prefetch", "bucket_bytes")
-        fixed: tuple[str, ...] = ONLY_WITHOUT_AXES if parallel.is_used else ()
-        fixed += ("offload",) if parallel.pipeline > 1 else ()  # a pipeline has none
+        fixed: set[str] = {*ONLY_WITHOUT_AXES} if parallel.is_used else set()
+        fixed |= {"offload"} if parallel.pipeline > 1 else set()  # a pipeline has none
         values = [
             [self._plain[name]] if name in fixed else self._of(name, getattr(self, f"_{name}")())
             for name in (*axes, *rest)
