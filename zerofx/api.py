@@ -7,6 +7,7 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from zerofx.capture.call import find_ignored
 from zerofx.capture.capture import describe_params
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
-from zerofx.comm.grid import check_mesh
+from zerofx.comm.grid import check_mesh, slice_axis
 from zerofx.comm.groups import StartUp, place
 from zerofx.comm.steps import describe
 from zerofx.comm.world import World
@@ -26,6 +27,8 @@ from zerofx.errors import ArgumentError, OptimizerError, PlanError
 from zerofx.hardware import Hardware, hardware_for
 from zerofx.ir.program import Loop, Planned, Program
 from zerofx.layout.buckets import Layout
+from zerofx.layout.placements import Part
+from zerofx.layout.slices import HOW_TO_MARK, Marks, marks_of
 from zerofx.model.digest import describe_layout, describe_parameters, layout_digest
 from zerofx.model.islands import named_islands
 from zerofx.model.module import CompiledModule, check_class, keep_class
@@ -44,15 +47,19 @@ from zerofx.passes.placement import (
 )
 from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan.fields import nearest
+from zerofx.plan.parts import MODEL, Parallel
 from zerofx.plan.plan import Plan, as_plan
 from zerofx.runtime.cuda_graph.recorder import check_recordable
 from zerofx.runtime.engine import Engine
+from zerofx.runtime.store.init import check_copies, check_slices
 from zerofx.runtime.store.optimizer import check_before, list_of, swap_optimizer
 from zerofx.runtime.store.shards import ShardStore
+from zerofx.runtime.store.unmarked import Posted
 from zerofx.runtime.tiers.homes import check_folder
 from zerofx.snapshot.target import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 
+NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
@@ -81,7 +88,9 @@ def compile(
     device: the device of the shards. Default: the GPU of LOCAL_RANK if there is one, else the CPU.
     mesh: a DeviceMesh of the data-parallel ranks: 1-D (shard) or 2-D (replicate, shard), without
         names or with ("replicate", "shard") or ("dp_replicate", "dp_shard"). It sets the plan's
-        shard_axis_size. At stage 0 all of its ranks are replicas. Default: all ranks.
+        shard_axis_size. At stage 0 all of its ranks are replicas. Default: all ranks. A model that
+        brings its own slices gets the data axis of a mesh that has their axis too; its parameters
+        are marked as Megatron-LM's, or DTensors (docs/from-megatron.md).
     hardware: the hardware to plan for (bucket sizes, prefetch, algorithms): a description, the name
         of a preset or a file. Default: the preset of the device type. machine: its former name.
     weights: safetensors files that hold the whole model, in any form that `load_weights` accepts.
@@ -99,18 +108,23 @@ def compile(
     with StartUp(mesh) as start:  # if this block raises, the other ranks are told
         built = list_of(optimizer)
         _check_arguments(model, optimizer, weights, unknown)
-        check_wrappers(model)
+        check_wrappers(model, takes_dtensors=True)
         check_class(model)
+        marks = marks_of(model)
         world, described, checked = _connect(
-            as_plan(plan), device, mesh, _either(hardware, machine), start
+            as_plan(plan), device, mesh, _either(hardware, machine), start, marks
         )
+        parallel = checked.parallel
+        if not parallel.brings_slices:
+            check_wrappers(model)  # DTensors too
+        parts = marks.parts(model, parallel.tensor) if parallel.brings_slices else {}
         if checked.cuda_graph:
             check_recordable(world.size, world.device)
         scaler = make_scaler(checked, world)
         ignored = find_ignored(model, checked.ignored_params)
         named_islands(model, checked.islands)
         position = world.axis("pipeline").rank
-        layout = make_layout(model, checked, world.size, described, position)
+        layout = make_layout(model, checked, world.size, described, position, parts)
         digest = f"{describe(built)};{describe_layout(layout, checked)}"
         world.publish(layout_digest(layout), describe_parameters(layout))
         world.agree(f"zerofx.compile of {type(model).__name__}", digest)
@@ -121,11 +135,17 @@ def compile(
         for each in built:
             check_before(each, layout, in_backward)
         given = () if weights is None else names_of(world, weights, model)
+        if parallel.brings_slices:
+            check_slices(world, model, parts, given, ignored)
+        elif marks.cuts:
+            check_copies(world, model, marks.cuts)
         folder = checked.offload.path
+        posted = Posted(world, model, ignored)
         store = ShardStore.build(
             model, layout, world, in_backward=in_backward, folder=folder, given=given,
             ignored=ignored,
         )  # fmt: skip
+        store.ledger.layered, store.posted = marks.tensors, posted
         for each in built:
             swap_optimizer(each, store.replaced)
         setting = Setting(checked, world.size, described, layout, position=position)
@@ -202,6 +222,7 @@ def _connect(
     mesh: DeviceMesh | None,
     hardware: Hardware | str | os.PathLike[str] | None,
     start: StartUp,
+    marks: Marks,
 ) -> tuple[World, Hardware, Plan]:
     """Return the world, the hardware, and the plan with the shard axis size of the mesh."""
     if mesh is not None:
@@ -214,8 +235,17 @@ def _connect(
         return described.algorithm(collective, "gloo", nbytes, ranks)  # type: ignore[arg-type]
 
     is_stage_0 = plan.stage == 0
+    slices = slice_axis(mesh, marks)
+    if slices is not None and (plan.parallel.brings_slices or not plan.parallel.is_used):
+        own = Parallel(tensor=slices.size, placements=MODEL)
+        plan = replace(plan, parallel=own)
     parallel = plan.parallel
-    if mesh is not None and parallel.is_used:
+    if parallel.brings_slices and slices is None:
+        raise PlanError(
+            "Plan.parallel.placements is 'model', but no parameter is marked as a slice over an "
+            f'axis outside of mesh. {HOW_TO_MARK}, and pass mesh=mesh["dp"]'
+        )
+    if mesh is not None and parallel.is_used and not parallel.brings_slices:
         axis, size = next(reversed(parallel.axes.items()))
         raise PlanError(
             f"mesh is given, but Plan.parallel.{axis} is {size}. zerofx builds "
@@ -223,7 +253,7 @@ def _connect(
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
-        parallel.pipeline, parallel.context,
+        parallel.pipeline, parallel.context, slices,
     )  # fmt: skip
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh overrides the plan
@@ -245,17 +275,19 @@ def _either(hardware: Any, machine: Any) -> Any:
 
 
 def make_layout(
-    model: nn.Module, plan: Plan, world_size: int, hardware: Hardware, position: int = 0
-) -> Layout:
+    model: nn.Module, plan: Plan, world_size: int, hardware: Hardware, position: int = 0,
+    parts: Mapping[str, Part] = NO_PARTS,
+) -> Layout:  # fmt: skip
     """Return the bucket layout of a model's parameters, which is decided before any capture.
 
-    position: the pipeline stage of the calling rank, counted from 0.
+    position: the pipeline stage of the calling rank, counted from 0. parts: the slices that the
+        model brings, by name.
     """
     units = find_units(model, plan.units)
     precision = plan.precision
     computes = compute_dtypes(model, compute_dtype(precision), module_dtypes(precision))
     ignored = find_ignored(model, plan.ignored_params)
-    params = describe_params(model, units, computes)
+    params = describe_params(model, units, computes, parts=parts)
     held = [param for name, param in params.items() if name not in ignored]
     described = with_master(held, plan.precision)
     described = with_tiles(described, choose_tiles(described, plan, world_size))

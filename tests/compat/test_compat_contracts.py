@@ -347,6 +347,7 @@ def without_torch_function() -> None:
 @contract(
     "torch.Tensor._dtensor__new__",
     "._local_tensor",
+    "._spec",
     "torch.distributed.tensor._dtensor_spec.DTensorSpec",
     "torch.distributed.tensor._dtensor_spec.TensorMeta",
 )
@@ -358,6 +359,9 @@ def dtensors() -> None:
     made = tensors.new_dtensor(callers.DTensor, local, spec, requires_grad=False)
     assert made.shape == shape and made.stride() == (3, 1)
     assert tensors.local_tensor(made) is local
+    assert vars(made).keys() <= {*tensors.OF_DTENSORS} and all(
+        hasattr(made, name) for name in tensors.OF_DTENSORS
+    )
     assert (tensors.local_dtype(made), tensors.local_device(made)) == (local.dtype, local.device)
     tensors.set_local_tensor(made, other := torch.zeros(3))
     assert tensors.local_tensor(made) is other
@@ -990,6 +994,44 @@ def process_groups() -> None:
         groups.all_gather_flat(group, out, torch.ones(2)).wait()
         groups.reduce_scatter_flat(group, out, torch.full((2,), 3.0)).wait()
         assert out.tolist() == [3.0, 3.0]
+
+
+@contract("._allgather_base", "._reduce_scatter_base")
+def traced_collectives() -> None:
+    """The functions of torch.distributed end in methods of a group, which a trace replaces."""
+    calls: list[Callable[[Any, Any], Any]] = [
+        lambda out, x: dist.all_reduce(x),
+        lambda out, x: dist.all_reduce(x, dist.ReduceOp.MAX),
+        lambda out, x: dist.broadcast(x, 0),
+        lambda out, x: dist.all_gather([out], x),
+        lambda out, x: dist.reduce_scatter(out, [x]),
+        lambda out, x: dist.all_to_all_single(out, x),
+        lambda out, x: groups.all_gather_flat(dist.group.WORLD, out, x),
+        lambda out, x: groups.reduce_scatter_flat(dist.group.WORLD, out, x),
+    ]
+    functional = ["all_reduce", "all_reduce", "broadcast", "all_gather_into_tensor"]
+    functional += ["reduce_scatter_tensor", "all_to_all_single"]
+    functional += ["all_gather_into_tensor", "reduce_scatter_tensor"]
+    out, x = torch.zeros(4), torch.ones(4)
+    with one_rank():
+        for call, name in zip(calls, functional, strict=True):
+            targets = {str(node.target) for node in _traced(call, out, x).nodes}
+            assert f"_c10d_functional.{name}.default" in targets
+        with groups.traced_collectives(lambda value: False):
+            dist.all_gather([out], x)
+    assert torch.equal(out, x)
+
+
+def _traced(call: Callable[[Any, Any], Any], out: torch.Tensor, x: torch.Tensor) -> fx.Graph:
+    """Trace a call, its collectives as functional ones."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    def run(out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        call(out, x)
+        return out
+
+    with groups.traced_collectives(lambda value: isinstance(value, torch.Tensor)):
+        return make_fx(run)(out.clone(), x.clone()).graph
 
 
 @contract("._get_root_mesh")

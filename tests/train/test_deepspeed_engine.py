@@ -272,8 +272,15 @@ def test_what_a_script_may_bring_itself(tmp_path: Path) -> None:
 def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"has no get_data_parallel_group\(\)"):
         deepspeed.initialize(model=Net(), config=CONFIG, mpu=object())
-    sliced = SimpleNamespace(get_model_parallel_world_size=lambda: 2)
-    with pytest.raises(ArgumentError, match=r"get_model_parallel_world_size\(\) is 2: the model"):
+    divided = SimpleNamespace(get_pipeline_model_parallel_world_size=lambda: 2)
+    with pytest.raises(
+        ArgumentError, match=r"get_pipeline_model_parallel_world_size\(\) is 2: the"
+    ):
+        deepspeed.initialize(model=Net(), config=CONFIG, mpu=divided)
+    sliced = SimpleNamespace(
+        get_model_parallel_world_size=lambda: 2, get_data_parallel_group=lambda: None
+    )
+    with pytest.raises(ArgumentError, match=r"is 2, and no parameter of Net is marked as a slice"):
         deepspeed.initialize(model=Net(), config=CONFIG, mpu=sliced)
     with pytest.raises(ArgumentError, match="mesh_param was given"):
         deepspeed.initialize(model=Net(), config=CONFIG, mesh_param=(1, 1))

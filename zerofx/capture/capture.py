@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from zerofx.ir.names import find_unit_of_module
 from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo, Use
 from zerofx.ir.settle import settle, settled_results
 from zerofx.ir.sizes import NUMBER, Sizes, Symbol
+from zerofx.layout.placements import Part
 from zerofx.layout.styles import styles_of
 from zerofx.plan.fields import Patterns
 
@@ -116,7 +118,7 @@ def capture(
         given_in = dtype_at(entry.path, compute_dtype, own_dtypes)
         tables = dense_tables(entry.modules(model).values())
         with tables, swap.installed(), annotated(model, casts):
-            params = describe_params(model, unit_of_param, computes, swap.held_dtypes)
+            params = describe_params(model, unit_of_param, computes, swap.held_dtypes, swap.parts)
             buffers = canonical_buffers(model)
             harness = Harness(
                 model, call, swap, differentiate, outputs, given_in, entry, tuple(numbers),
@@ -389,10 +391,12 @@ def describe_params(
     units: dict[str, str],
     computes: Mapping[str, torch.dtype],
     held: Mapping[str, torch.dtype] | None = None,
+    parts: Mapping[str, Part] = MappingProxyType({}),
 ) -> dict[str, ParamInfo]:
     """Return ParamInfo by canonical name, the first one registered; other names are aliases.
 
     computes: the compute format by name. held: the storage format, if the model's state is swapped.
+    parts: the slices that the model brings, by first name; their shapes are those of the parts.
     """
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -407,7 +411,7 @@ def describe_params(
     return {
         names[0]: ParamInfo(
             name=names[0],
-            shape=tuple(tensors[key].shape),
+            shape=parts[names[0]].local if names[0] in parts else tuple(tensors[key].shape),
             dtype=tensors[key].dtype if held is None else held[names[0]],
             requires_grad=tensors[key].requires_grad,
             unit=units[names[0]],
@@ -417,6 +421,7 @@ def describe_params(
             style=next((s for n in names if (s := _style(styles, n))), ""),
             outputs=_outputs_of(model, names[0]),
             uses=tuple(uses[key]),
+            part=parts.get(names[0]),
         )
         for key, names in groups.items()
     }

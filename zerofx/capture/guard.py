@@ -121,11 +121,13 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         )
 
 
-def check_wrappers(model: nn.Module) -> None:
+def check_wrappers(model: nn.Module, takes_dtensors: bool = False) -> None:
     """Raise if the model is already distributed or compiled, or a parameter has no shape yet.
 
     This runs before anything is sharded, because the user should compile the plain module inside
     instead.
+
+    takes_dtensors: whether parameters may be DTensors, of which `layout.slices` says more.
 
     Raises:
         CaptureError: names the module or parameter, and the framework.
@@ -155,11 +157,13 @@ def check_wrappers(model: nn.Module) -> None:
             raise CaptureError(
                 f"capture: {name} has no shape yet. Run one batch through the lazy module first"
             )
-        if isinstance(param, DTensor) and piece_of(param) is None:
+        if isinstance(param, DTensor) and piece_of(param) is None and not takes_dtensors:
             raise CaptureError(
                 f"capture: {name} is a DTensor with placements {param.placements}, as "
-                "parallelize_module, distribute_module and replicate make them; zerofx shards "
-                "plain tensors. Build the model again without it and compile that"
+                "parallelize_module, distribute_module and replicate make them, and no axis "
+                "of several ranks that they lie over is known. Build the model again without it "
+                'and compile that, or pass mesh=mesh["dp"], the data axis of the mesh whose axis '
+                '"tp" was given to parallelize_module'
             )
 
 

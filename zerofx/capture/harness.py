@@ -116,7 +116,7 @@ class Harness(nn.Module):
         numbers = dict(zip(self._numbers, inputs[count:], strict=True))
         args, kwargs = self._call.varied(numbers).rebuild(given)
         modes = Modes()
-        with self._swap.given(kwargs.pop(KEYWORD, {})):
+        with self._swap.given(kwargs.pop(KEYWORD, {})), self._swap.layered():
             state = State(self.model)
             with self._links.followed():
                 try:

@@ -19,8 +19,24 @@ from zerofx.capture.lines import MODULE
 from zerofx.compat.modules import BatchNorm, own_buffers, own_parameters
 from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import describe_results
+from zerofx.layout.placements import Part
+from zerofx.layout.slices import Layered
+from zerofx.runtime.tensors.piece import piece_of
 
 Meta = tuple[tuple[int, ...], torch.dtype, bool]
+
+
+def given_part(tensor: Tensor) -> Part | None:
+    """Return the slice that forward computes with, of a compiled model that brings its own."""
+    piece = piece_of(tensor)
+    part = None if piece is None else piece.tensor_part
+    return part if part is not None and part.is_given else None
+
+
+def layered_of(tensor: Tensor) -> Layered | None:
+    """Return how a compiled model's parameter lay over a mesh, if it was a DTensor."""
+    piece = piece_of(tensor)
+    return None if piece is None else piece.ledger.layered.get(piece.name)
 
 
 class StateSwap:
@@ -50,6 +66,7 @@ class StateSwap:
         self._ignored: list[tuple[dict[str, Any], str, Tensor, str]] = []  # by their first name
         first: dict[int, str] = {}
         self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of the original tensors
+        self.parts: dict[str, Part] = {}  # the slices that the model brings, by name
         self._buffers = list(model.named_buffers(remove_duplicate=False))
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:
@@ -61,7 +78,11 @@ class StateSwap:
                             canonical = first.setdefault(id(tensor), name)
                             self._ignored.append((holder, key, tensor, canonical))
                             continue
-                        fake = self._fake(tensor, known.get(name), computes.get(name))
+                        meta, part = known.get(name), given_part(tensor)
+                        if part is not None:
+                            self.parts[name] = part
+                            meta = meta or (part.local, tensor.dtype, tensor.requires_grad)
+                        fake = self._fake(tensor, meta, computes.get(name))
                         self._slots.append((holder, key, tensor, fake))
                         held = known[name][1] if name in known else tensor.dtype
                         self.held_dtypes[name] = held
@@ -100,6 +121,27 @@ class StateSwap:
             for holder, content in zip(holders, before, strict=True):
                 _restore(holder, content)
             self.reset_attributes()
+
+    @contextlib.contextmanager
+    def layered(self) -> Iterator[None]:
+        """Make modules hold DTensors of the parameters that were such before `zerofx.compile`.
+
+        Hooks of `parallelize_module` expect them. Their collectives become nodes of the trace.
+        """
+        made: dict[int, Tensor] = {}
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
+        for holder, key, tensor, _ in self._slots:
+            if (lies := layered_of(tensor)) is not None:
+                local = holder[key]
+                if id(local) not in made:
+                    made[id(local)] = lies.tensor(local, tensor.shape)
+                places.append((holder, key, local))
+                holder[key] = made[id(local)]
+        try:
+            yield
+        finally:
+            for holder, key, local in places:
+                holder[key] = local
 
     @contextlib.contextmanager
     def given(self, params: Mapping[str, Tensor]) -> Iterator[None]:

@@ -519,6 +519,11 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
 
 def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
     plan = Plan.load(emitted.directory / "plan.yaml")
+    if plan.parallel.brings_slices:
+        raise ProgramError(
+            f"{emitted.directory}: its model brings slices over {plan.parallel.tensor} ranks, and "
+            "how they are cut is not in the files. Compile the model under the plan instead"
+        )
     if plan.parallel.value_ranks > 1:
         what, ranks = plan.parallel.value_axis, plan.parallel.value_ranks
         what = "layers" if what == "tensor" else "sequences"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerofx.compat.groups import root_mesh
 from zerofx.errors import PlanError
+from zerofx.layout.slices import Marks
 
 REPLICATE = ("replicate", "dp_replicate", "ddp", "hsdp_replicate")
 SHARD = ("shard", "dp_shard", "dp_shard_cp", "fsdp", "hsdp_shard")
@@ -18,6 +21,8 @@ NOT_DATA = (
     "cp", "context", "context_parallel", "sp", "sequence", "sequence_parallel", "ep", "expert",
     "expert_parallel", "etp", "model",
 )  # fmt: skip
+PIPELINE = ("pp", "pipeline", "pipeline_parallel", "pipe", "stage")
+_TENSOR = ("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel", "etp")
 
 
 def check_mesh(mesh: Any) -> None:
@@ -68,6 +73,91 @@ def _roles(mesh: DeviceMesh) -> tuple[int, int] | None:
         if names[replicate] in REPLICATE and names[shard] in SHARD:
             return replicate, shard
     return None
+
+
+@dataclass(frozen=True)
+class SliceAxis:
+    """The axis over which a model's own slices lie, as a dimension of the mesh of all ranks."""
+
+    root: DeviceMesh
+    dim: int
+
+    @property
+    def size(self) -> int:
+        return self.root.size(self.dim)
+
+    @property
+    def name(self) -> str:
+        return (self.root.mesh_dim_names or ())[self.dim]
+
+    def peers(self, rank: int) -> list[int]:
+        """Return the ranks along the axis that differ from a rank in their slices only."""
+        at: list[Any] = (self.root.mesh == rank).nonzero()[0].tolist()
+        at[self.dim] = slice(None)
+        return self.root.mesh[tuple(at)].tolist()  # type: ignore[no-any-return]
+
+
+def slice_axis(mesh: DeviceMesh | None, marks: Marks) -> SliceAxis | None:
+    """Return the axis of the slices that a model is marked with; None if it is not sliced here.
+
+    DTensors name the axis themselves. Other slices lie over the one axis of the mesh that `mesh`
+    was taken from which is not in `mesh` and not a pipeline's; of several, over the one called "tp"
+    or "tensor".
+
+    Raises:
+        PlanError: there is no such axis for a DTensor, or there are several.
+    """
+    free = [] if mesh is None else free_axes(mesh)
+    found = [axis for axis in free if axis.name not in PIPELINE]
+    for name, lies in marks.tensors.items():
+        ranks = sorted(lies.mesh.mesh.flatten().tolist())
+        if len(ranks) == 1:
+            continue
+        mine = [a for a in free if sorted(a.peers(dist.get_rank())) == ranks]
+        if not mine:
+            raise PlanError(
+                f"{name} is a DTensor over ranks {ranks} (placements {lies.placements}), and "
+                + ("mesh is not given" if mesh is None else f"mesh has ranks {_shown(mesh)}")
+                + ". Slice both from one mesh: mesh = init_device_mesh(type, (data, tensor), "
+                'mesh_dim_names=("dp", "tp")), parallelize_module(model, mesh["tp"], ...) and '
+                'zerofx.compile(model, plan, mesh=mesh["dp"])'
+            )
+        found = mine
+    if not found or not marks.cuts:
+        return None
+    if len(found) > 1:
+        named = [axis for axis in found if axis.name in _TENSOR]
+        if len(named) != 1:
+            raise PlanError(
+                f"{next(iter(marks.cuts))} is marked as a slice, and mesh was taken from a mesh "
+                f"with the other axes {', '.join(axis.name for axis in found)}. Name the axis of "
+                'the slices "tp" or "tensor"'
+            )
+        found = named
+    return found[0]
+
+
+def free_axes(mesh: DeviceMesh) -> list[SliceAxis]:
+    """Return the axes of several ranks in the mesh that `mesh` was taken from, but not in it."""
+    root, inside = root_mesh(mesh), set(mesh.mesh.flatten().tolist())
+    found: list[SliceAxis] = []
+    if not dist.is_initialized() or dist.get_rank() not in inside:
+        return found  # refused when the grid is made
+    for dim in range(len(root.mesh_dim_names or ())):
+        axis = SliceAxis(root, dim)
+        if axis.size > 1 and not inside >= {*axis.peers(dist.get_rank())}:
+            found.append(axis)
+    return found
+
+
+def _shown(mesh: DeviceMesh) -> str:
+    return str(mesh.mesh.flatten().tolist())
+
+
+def with_slices(grid: Tensor, axis: SliceAxis) -> Tensor:
+    """Return the grid of data ranks with the peers of each along its last axis."""
+    peers = [axis.peers(rank) for rank in grid.flatten().tolist()]
+    return torch.tensor(peers).reshape(*grid.shape[:-1], axis.size)
 
 
 def rank_grid(

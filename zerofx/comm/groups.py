@@ -27,6 +27,7 @@ from zerofx.comm.agreement import Agreement
 from zerofx.comm.board import is_running, process_started
 from zerofx.comm.collectives import Axis, Lane
 from zerofx.comm.gloo import Algorithm, GlooAxis
+from zerofx.comm.grid import SliceAxis, free_axes
 from zerofx.comm.hosts import host_key, meet
 from zerofx.comm.meeting import (
     BoundedStore,
@@ -38,7 +39,7 @@ from zerofx.comm.meeting import (
 )
 from zerofx.comm.nccl import NcclAxis
 from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
-from zerofx.compat.groups import default_store, root_mesh, set_timeout, store_of_job
+from zerofx.compat.groups import default_store, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import AXES, CONTEXT
 
@@ -118,6 +119,7 @@ class StartUp:
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
+        self._everyone: list[int] | None = None
         self._meeting: Meeting | None = None
         self._agreement: Agreement | None = None
 
@@ -133,6 +135,10 @@ class StartUp:
     ) -> None:
         if error is not None and os.environ.get("WORLD_SIZE") != "1":
             self._tell(error)
+
+    def expect(self, everyone: list[int]) -> None:
+        """Set the ranks that a start meets, if they are more than those of the mesh."""
+        self._everyone = everyone
 
     def initialise(self, device: torch.device | str | None) -> None:
         """Create the default process group under torchrun if there is none, and report it.
@@ -203,7 +209,9 @@ class StartUp:
                 _job().tell(reason, patience_s)
             return
         everyone = list(range(dist.get_world_size()))
-        if isinstance(self._mesh, DeviceMesh):  # the argument has not been checked yet
+        if self._everyone is not None:
+            everyone = self._everyone
+        elif isinstance(self._mesh, DeviceMesh):  # the argument has not been checked yet
             everyone = self._mesh.mesh.flatten().tolist()
         if len(everyone) > 1 and dist.get_rank() in everyone:
             meeting, _ = _meeting_of_world(everyone, _TELL_S)
@@ -364,18 +372,14 @@ def _ended(processes: BoundedStore, ranks: list[int]) -> str | None:
     return None
 
 
-def other_axes(mesh: DeviceMesh | None) -> str:
-    """Return the names and sizes of the other axes of the mesh from which `mesh` was sliced.
+def other_axes(mesh: DeviceMesh | None, slices: SliceAxis | None = None) -> list[SliceAxis]:
+    """Return the other axes of the mesh from which `mesh` was sliced, those of several ranks.
 
-    Whether ranks along them hold the same parameters or others is not known here.
+    Whether ranks along them hold the same parameters or others is not known here. The axis of the
+    model's own `slices` is not among them: its ranks are part of the world.
     """
-    if mesh is None:
-        return ""
-    root, mine = root_mesh(mesh), mesh.mesh_dim_names or ()
-    if root.size() == mesh.size():
-        return ""
-    sizes = zip(root.mesh_dim_names or (), root.shape, strict=False)
-    return ", ".join(f"{n} ({size})" for n, size in sizes if n not in mine and size > 1)
+    found = [] if mesh is None else free_axes(mesh)
+    return [axis for axis in found if slices is None or axis.dim != slices.dim]
 
 
 def _check_same_grid(meeting: Meeting, ranks: list[list[int]]) -> None:

@@ -26,7 +26,7 @@ from zerofx.comm.agreement import Agreement, Letters
 from zerofx.comm.board import NO_GRAPH
 from zerofx.comm.collectives import COUNTED, Axis, Lane, Traffic, Work
 from zerofx.comm.gloo import Algorithm, always_direct
-from zerofx.comm.grid import rank_grid
+from zerofx.comm.grid import SliceAxis, rank_grid, with_slices
 from zerofx.comm.meeting import timeout_s
 from zerofx.comm.steps import StepLog
 from zerofx.errors import DesyncError, PlanError
@@ -55,9 +55,10 @@ class World:
     """This rank's place among the ranks, its collectives, and counters of what it sent in them.
 
     `backend` is "single", "gloo", "nccl" or "simulated". `shard_mesh` is the shard axis as a
-    DeviceMesh, or None if that axis has one rank. `other_axes` names the axes of a larger mesh of
-    which this world is a slice. `label`s name a collective in errors. `give_back` is called once
-    the world is dropped.
+    DeviceMesh, or None if that axis has one rank. `others` are the axes of a larger mesh of which
+    this world is a slice. `slices` is the name of the mesh axis that is the tensor axis here, if
+    the model brings its own slices. `label`s name a collective in errors. `give_back` is called
+    once the world is dropped.
     """
 
     def __init__(
@@ -72,7 +73,8 @@ class World:
         shard_mesh: DeviceMesh | None = None,
         give_back: Callable[[], None] | None = None,
         transfers: Callable[[list[int]], Any] | None = None,
-        other_axes: str = "",
+        others: Sequence[SliceAxis] = (),
+        slices: str = "",
     ) -> None:
         self.device = device
         self.backend = backend
@@ -86,7 +88,7 @@ class World:
         self._legs = [(axes[leg.axis], leg.kind) for leg in reduction.legs(self.mesh)]
         if not self._legs:
             self._legs = [(self._shard, "reduce_scatter")]
-        self.shard_mesh, self.other_axes = shard_mesh, other_axes
+        self.shard_mesh, self.others, self.slices = shard_mesh, tuple(others), slices
         self.counters = lane.counters if lane else {kind: Traffic() for kind in COUNTED}
         self._lane, self._agreement, self._transfers = lane, agreement, transfers
         self.steps = StepLog()
@@ -96,14 +98,16 @@ class World:
             weakref.finalize(self, give_back)
 
     @classmethod
-    def single(cls, device: torch.device | str | None = None, other_axes: str = "") -> World:
+    def single(
+        cls, device: torch.device | str | None = None, others: Sequence[SliceAxis] = ()
+    ) -> World:
         """Return the world of one process, without a process group."""
         return cls(
             device=groups.place(device),
             backend="single",
             axes={name: Axis() for name in AXES},
             whole=Axis(),
-            other_axes=other_axes,
+            others=others,
         )
 
     @classmethod
@@ -118,6 +122,7 @@ class World:
         tensor: int = 1,
         pipeline: int = 1,
         context: int = 1,
+        slices: SliceAxis | None = None,
     ) -> World:
         """Return the world of this process; a collective call if there are several ranks.
 
@@ -126,9 +131,10 @@ class World:
         all ranks are used: contiguous groups of `shard_size` hold the shards, which are replicated
         across the groups. If `replicates`, nothing is sharded and all ranks of the mesh are
         replicas. `tensor` neighbouring ranks share each layer; `context` ranks share each sequence;
-        the model is divided into `pipeline` stages. `algorithm` chooses how gloo moves the bytes of
-        each collective. `start` is the start-up of which this is a part; pass one if later
-        exceptions must be reported too.
+        the model is divided into `pipeline` stages. `slices` is the axis, outside of `mesh`, along
+        which ranks have slices that the model brings; it becomes the tensor axis. `algorithm`
+        chooses how gloo moves the bytes of each collective. `start` is the start-up of which this
+        is a part; pass one if later exceptions must be reported too.
 
         Raises:
             PlanError: the shape of the mesh, or `shard_size`, does not fit the ranks, or
@@ -139,7 +145,7 @@ class World:
             with groups.StartUp(mesh) as start:
                 return cls.connect(
                     device, mesh, shard_size, algorithm, start, replicates, tensor, pipeline,
-                    context,
+                    context, slices,
                 )  # fmt: skip
         timeout_s()  # raises where it is no number, before anything waits
         start.initialise(device)
@@ -163,7 +169,10 @@ class World:
                 )
             return cls.single(device)
         grid = rank_grid(mesh, shard_size, replicates, tensor, pipeline, context)
-        others = groups.other_axes(mesh)
+        if slices is not None:
+            grid = with_slices(grid, slices)
+            start.expect(grid.flatten().tolist())
+        others = groups.other_axes(mesh, slices)
         if grid.numel() == 1:
             return cls.single(device, others)
         here = groups.place(device)
@@ -178,8 +187,14 @@ class World:
             shard_mesh=axes.shard_mesh,
             give_back=axes.give_back,
             transfers=axes.transfers,
-            other_axes=others,
+            others=others,
+            slices="" if slices is None else slices.name,
         )
+
+    @property
+    def other_axes(self) -> str:
+        """The names and sizes of `others`, for errors; "" if there are none."""
+        return ", ".join(f"{axis.name} ({axis.size})" for axis in self.others)
 
     @property
     def data_rank(self) -> int:
@@ -244,6 +259,17 @@ class World:
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         """Set `buf` on every rank to its value on rank `src`."""
         return self._whole.broadcast(buf, src, label)
+
+    def from_first(self, buf: Tensor) -> Work:
+        """Set `buf` on every rank to its first value: that of rank 0.
+
+        If the model brings its own slices, each rank gets the value of the first data rank that has
+        the same slices.
+        """
+        if not self.slices:
+            return self.broadcast(buf, 0)
+        self._shard.broadcast(buf, 0, "broadcast").wait()
+        return self._axes["replicate"].broadcast(buf, 0, "broadcast")
 
     def all_to_all(
         self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"

@@ -51,6 +51,8 @@ local_tensor: Callable[[Any], torch.Tensor] = operator.attrgetter("_local_tensor
 
 local_dtype: Callable[[Any], torch.dtype] = operator.attrgetter("_local_tensor.dtype")
 
+OF_DTENSORS = ("_local_tensor", "_spec")  # the attributes that make a tensor a DTensor
+
 
 def set_local_tensor(wrapper: Any, local: torch.Tensor) -> None:
     """Replace a DTensor's local tensor."""

@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._sympy.printers import PythonPrinter
 
 from zerofx.compat.graphs import FakeTensor, FakeTensorMode, pytree
+from zerofx.compat.groups import traced_collectives
 from zerofx.compat.strides import TrueStrides
 
 __all__ = [
@@ -568,6 +569,7 @@ def traceable(says_compiling: bool = True) -> Iterator[None]:
             inlined_checkpoints(),
             optional_causal_hints(),
             plain_checks(),
+            traced_collectives(is_traced),
             # Code that the user compiled is traced through.
             torch.compiler.set_stance("force_eager"),
             warnings.catch_warnings(),

@@ -46,6 +46,7 @@ from zerofx.integrations.schedules import (
     WarmupDecayLR,
     WarmupLR,
 )
+from zerofx.layout.slices import HOW_TO_MARK, marks_of
 from zerofx.model.module import CompiledModule
 from zerofx.plan.ds_config import Chosen, DsConfig, read_ds_config
 from zerofx.plan.plan import Plan
@@ -529,12 +530,14 @@ def initialize(
     config, config_params: a path, its contents, or the result of `read_ds_config`.
     plan: a Plan that replaces the config's, or fields to set in it: `{"kernels": "aten"}`.
     hardware: as for `zerofx.compile`.
-    mpu: Megatron's parallel state; the model is sharded over its data-parallel group.
+    mpu: Megatron's parallel state; the model is sharded over its data-parallel group. If it slices
+        the model over several ranks, slices are marked as docs/from-megatron.md says.
     distributed_port, dist_init_required: ignored; zerofx.compile creates a process group if needed.
 
     Raises:
-        ArgumentError: there is no model or config, or two configs; the model is sliced over the
-            ranks of `mpu`; `mesh_param` is given.
+        ArgumentError: there is no model or config, or two configs; `mpu` divides the model into
+            pipeline stages or sequences, or slices it and no parameter is marked; `mesh_param` is
+            given.
         PlanError: names every key of the config that is refused.
     """
     if not isinstance(model, nn.Module):
@@ -544,7 +547,7 @@ def initialize(
             "mesh_param was given, but a ds_config has no sequence axis here. Leave it out, and "
             'divide sequences with zerofx.compile(model, Plan(parallel={"context": 2}))'
         )
-    mesh = None if mpu is None else _mesh_of(mpu)
+    mesh = None if mpu is None else _mesh_of(mpu, model)
     found = _config(args, config, config_params)
     found.warn()
     world_size = dist.get_world_size() if dist.is_initialized() else _from_environment()
@@ -572,37 +575,76 @@ def initialize(
     return engine, made, engine.training_dataloader, lr_scheduler
 
 
-def _mesh_of(mpu: Any) -> DeviceMesh | None:
+def _mesh_of(mpu: Any, model: nn.Module) -> DeviceMesh | None:
     """Return the mesh of the data-parallel group of an mpu object; None for a single process.
 
+    If the mpu slices the model, the mesh is part of one that has the axis of the slices too. All
+    ranks make this call.
+
     Raises:
-        ArgumentError: it has no such group, or slices the model over several ranks.
+        ArgumentError: it has no such group, divides the model in another way, or slices a model
+            without marks.
     """
-    for name, axis in _SLICES.items():
+    for name, axis in _DIVIDING.items():
         size = getattr(mpu, name, lambda: 1)()
         if size != 1:
             raise ArgumentError(
-                f"mpu.{name}() is {size}: the model is sliced over {size} ranks, and zerofx does "
-                "not know how. Give a model that is not sliced, and let zerofx cut its layers: "
-                f'zerofx.compile(model, Plan(parallel={{"{axis}": {size}}}))'
+                f"mpu.{name}() is {size}: the model is divided over {size} ranks in a way that "
+                "zerofx does not take from a model. Give a model that is not divided, and let "
+                f'zerofx do it: zerofx.compile(model, Plan(parallel={{"{axis}": {size}}}))'
             )
     if not hasattr(mpu, "get_data_parallel_group"):
         raise ArgumentError(
             f"mpu is of type {type(mpu).__name__} and has no get_data_parallel_group(). Give "
             "Megatron's parallel state, or leave mpu out"
         )
+    slicing = next((name for name in _SLICES if getattr(mpu, f"{name}_world_size", int)() > 1), "")
+    if slicing and not marks_of(model).cuts:
+        size = getattr(mpu, f"{slicing}_world_size")()
+        raise ArgumentError(
+            f"mpu.{slicing}_world_size() is {size}, and no parameter of {type(model).__name__} is "
+            f"marked as a slice. {HOW_TO_MARK}"
+        )
     if not dist.is_initialized():
         return None
     kind = "cuda" if "nccl" in str(dist.get_backend()) else "cpu"
-    return DeviceMesh.from_group(mpu.get_data_parallel_group(), kind)
+    data = mpu.get_data_parallel_group()
+    if not slicing:
+        return DeviceMesh.from_group(data, kind)
+    grid = _grid(data, getattr(mpu, f"{slicing}_group")())
+    return DeviceMesh(kind, grid, mesh_dim_names=("data", "tensor"))["data"]
 
 
-# How many ranks an mpu object slices the model over, by the names of DeepSpeed and Megatron-LM; and
-# the axis of a plan that does the same.
-_SLICES = {
-    "get_model_parallel_world_size": "tensor",
-    "get_tensor_model_parallel_world_size": "tensor",
-    "get_slice_parallel_world_size": "tensor",
+def _grid(data: Any, tensor: Any) -> list[list[int]]:
+    """Return all ranks as rows of those that share each layer, one row per data rank.
+
+    Raises:
+        ArgumentError: the groups of all ranks do not form such a grid; names one.
+    """
+    mine = dist.get_process_group_ranks(data), dist.get_process_group_ranks(tensor)
+    found: list[tuple[list[int], list[int]]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    grid = [found[rank][1] for rank in found[0][0]]
+    columns = [[row[i] for row in grid] for i in range(len(grid[0]))]
+    expected = {
+        rank: (column, row) for row in grid for rank, column in zip(row, columns, strict=True)
+    }
+    for rank, groups in enumerate(found):
+        if expected.get(rank) != groups:
+            raise ArgumentError(
+                f"rank {rank} has the data-parallel group {groups[0]} and the model-parallel group "
+                f"{groups[1]} in mpu, and rank 0 has {found[0][0]} and {found[0][1]}. Give an mpu "
+                "whose groups are the rows and the columns of one grid of all ranks"
+            )
+    return grid
+
+
+# The functions of an mpu object, by the names of Megatron-LM and DeepSpeed, of the ranks that have
+# slices of each layer: each name has a group and a world size.
+_SLICES = ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel")
+# How many ranks an mpu object divides the model over in other ways, and the axis of a plan that
+# does the same.
+_DIVIDING = {
     "get_pipe_parallel_world_size": "pipeline",
     "get_pipeline_model_parallel_world_size": "pipeline",
     "get_context_parallel_world_size": "context",

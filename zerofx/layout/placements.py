@@ -165,11 +165,16 @@ def strides_like(like: Tensor, shape: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Part:
-    """The cut of a parameter over a mesh axis. shape: the shape of the whole parameter."""
+    """The cut of a parameter over a mesh axis. shape: the shape of the whole parameter.
+
+    is_given: whether the model itself computes with its part; otherwise zerofx cuts a parameter
+        that the model has whole.
+    """
 
     shape: tuple[int, ...]
     cut: Cut
     ranks: int
+    is_given: bool = False
 
     @property
     def local(self) -> tuple[int, ...]:

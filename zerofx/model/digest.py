@@ -73,9 +73,12 @@ def describe_graph(program: Program) -> str:
 
     A tensor appears as the number of the line that creates it, a device without its index. Names of
     process groups are left out, because they differ between the replicas of a tensor-parallel
-    model. So are values of tensors that the model itself holds, because each rank may hold its own.
+    model. So are values of tensors that the model itself holds, because each rank may hold its own,
+    and the numbers in a model that brings its own slices: a part of a vocabulary has other bounds
+    on each rank.
     """
     lines: list[str] = []
+    is_sliced = any(p.part is not None and p.part.is_given for p in program.params.values())
     for gm in program.graphs.values():
         number: dict[fx.Node, int] = {}
 
@@ -86,6 +89,8 @@ def describe_graph(program: Program) -> str:
                 return f"[{', '.join(text(v) for v in value)}]"
             if isinstance(value, torch.device):
                 return value.type
+            if is_sliced and type(value) in (int, float):
+                return type(value).__name__
             return str(value) if isinstance(value, _PLAIN) else type(value).__name__
 
         for node in gm.graph.nodes:

@@ -318,6 +318,13 @@ def say(own: Namespace, island: Island) -> None:
         CaptureError: the plan cuts layers or sequences, which an eager forward cannot be.
     """
     parallel = own.plan.parallel
+    if parallel.brings_slices:
+        raise CaptureError(
+            f"{island.entry.describe(own.model)} cannot be captured "
+            f"({island.reason.removeprefix('capture: ').rstrip('.')}), and code that runs eagerly "
+            f"would read whole parameters in place of the slices along {own.world.slices}. Correct "
+            "what prevents its capture"
+        )
     if parallel.value_ranks > 1:
         raise CaptureError(
             f"{island.entry.describe(own.model)} cannot be captured "

@@ -63,7 +63,12 @@ _NEVER = 1e15  # the price of a conversion that is forbidden: moving a parameter
 
 
 def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
-    """Return the parameters as one rank of the tensor axis holds them, according to their style."""
+    """Return the parameters as one rank of the tensor axis holds them, according to their style.
+
+    The slices of a model that brings its own are cut already.
+    """
+    if parallel.brings_slices:
+        return list(params)
     return [_with_part(p, parallel) for p in params]
 
 
@@ -89,8 +94,8 @@ class OpenProducts(Pass):
     parallel: Parallel
 
     def run(self, program: Planned) -> Report:
-        if self.parallel.tensor == 1:
-            return Report(False, "one rank")
+        if self.parallel.tensor == 1 or self.parallel.brings_slices:
+            return Report(False, "no product is cut here")
         parts = {p.name: p.part for p in with_parts(program.params.values(), self.parallel)}
         parts |= {a: parts[p.name] for p in program.params.values() for a in p.aliases}
         opened = 0

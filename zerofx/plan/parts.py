@@ -234,10 +234,13 @@ def _style(where: str, value: Any) -> str:
     return value
 
 
+MODEL = "model"  # of placements: the model itself computes with slices, and exchanges values
+
+
 def _placements(where: str, value: Any) -> str | Patterns:
     if isinstance(value, Mapping):
         return patterns(_style)(where, value)
-    return one_of("auto")(where, value)
+    return one_of("auto", MODEL)(where, value)
 
 
 def _micro_batches(where: str, value: Any) -> str | int:
@@ -265,6 +268,8 @@ class Parallel:
     placements: "auto" uses the plan of a transformers model, or recognises layers by name. Or
         {name pattern of modules: "colwise", "rowwise", "whole"}; other modules are as with "auto".
         "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
+        "model": the model brings its own slices and collectives, and no value is cut here.
+        zerofx.compile sets it, with `tensor`, for such a model on a slice of a mesh.
     pipeline: pipeline stages; each has some layers of the model and some of the ranks (pipeline
         parallelism). Ranks that differ only along this axis need the same samples.
     schedule: "1f1b" begins the backward of a micro-batch as early as possible, so that few are in
@@ -328,6 +333,12 @@ class Parallel:
             )
         if self.context > 1:
             self._check_context()
+        if self.placements == MODEL and (self.sequence or self.pipeline > 1):
+            name = "sequence" if self.sequence else "pipeline"
+            raise PlanError(
+                f"Plan.parallel.placements = 'model' contradicts {name} = {getattr(self, name)}: "
+                f"the model itself exchanges values. Drop {name}"
+            )
 
     def _check_context(self) -> None:
         for axis in ("tensor", "pipeline"):
@@ -434,6 +445,11 @@ class Parallel:
         return {axis: size for axis, size in sizes.items() if size > 1}
 
     @property
+    def brings_slices(self) -> bool:
+        """Whether the model itself computes with slices of its parameters."""
+        return self.placements == MODEL
+
+    @property
     def value_axis(self) -> str:
         """The axis over which the values of a graph are cut."""
         return "context" if self.context > 1 else "tensor"
@@ -445,8 +461,10 @@ class Parallel:
 
     @property
     def value_ranks(self) -> int:
-        """Over how many ranks the values of a graph are cut."""
-        return self.context if self.context > 1 else self.tensor
+        """Over how many ranks zerofx cuts the values of a graph."""
+        if self.context > 1:
+            return self.context
+        return 1 if self.brings_slices else self.tensor
 
 
 def read_activations(where: str, value: Any) -> str | float | Patterns:

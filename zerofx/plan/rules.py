@@ -53,11 +53,11 @@ def lets_sizes_vary(plan: Plan) -> bool:
     """Return whether one program of a plan may serve several sizes of its inputs.
 
     Sizes are fixed if a CUDA graph is replayed, if fused kernels are chosen by size, if activations
-    are on NVMe in files of one size, and if values are cut over a tensor axis or sent from one
-    pipeline stage to the next.
+    are on NVMe in files of one size, and if zerofx cuts values over a tensor axis or sends them
+    from one pipeline stage to the next.
     """
     is_fixed = plan.cuda_graph or plan.numerics == "fast" or plan.offload.activations == "nvme"
-    is_fixed |= plan.parallel.is_used
+    is_fixed |= plan.parallel.is_used and not plan.parallel.brings_slices
     return plan.dynamic != "off" and not is_fixed
 
 

@@ -19,11 +19,14 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def follow_rank_0(world: World, values: Sequence[Tensor]) -> list[Tensor]:
-    """Return rank 0's values of these tensors on every rank, sent as one message."""
+    """Return rank 0's values of these tensors on every rank, sent as one message.
+
+    In a model that brings its own slices, they are those of the first rank with the same slices.
+    """
     # Widest dtypes first, so that each tensor is aligned within the message.
     order = sorted(range(len(values)), key=lambda i: -values[i].element_size())
     flat = torch.cat([_as_bytes(values[i]) for i in order])
-    world.broadcast(flat, 0).wait()
+    world.from_first(flat).wait()
     followed = list(values)
     pieces = flat.split([values[i].nbytes for i in order])
     for i, piece in zip(order, pieces, strict=True):
@@ -44,6 +47,6 @@ def share_buffers(world: World, model: nn.Module) -> None:
                 if here.is_meta:
                     here = torch.empty_like(buffer, device=world.device)
                 here = here.to(world.device).contiguous()
-                world.broadcast(here.view(-1).view(torch.uint8), 0).wait()
+                world.from_first(here.view(-1).view(torch.uint8)).wait()
                 moved[id(buffer)] = here
             own_buffers(module)[key] = moved[id(buffer)]

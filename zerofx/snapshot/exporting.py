@@ -66,6 +66,8 @@ def export(
     path = place(target)
     world, what = model._zerofx.engine.world, f"zerofx.export to {path}"
     world.agree("zerofx.export", f"target={path.name}")
+    if (posted := model._zerofx.engine.store.posted) is not None:
+        posted.check(world, what)
     is_file = path.suffix == ".safetensors"
     plans = _plan(model, None if is_file else max_file_bytes)
     job = _Export(path, is_file, plans)

@@ -70,6 +70,8 @@ def save(
     world, what = job.world, f"zerofx.save to {job.label}"
     options = f"step={step};keep={keep};background={background};copies={copies}"
     world.agree("zerofx.save", f"{job.digest()};{options}")
+    if job.store.posted is not None:
+        job.store.posted.check(world, what)
     is_left = False
     try:
         surveys: list[dict[str, state.Survey]] = [{}] * world.size

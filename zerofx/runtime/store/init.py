@@ -6,16 +6,22 @@ A model on meta is initialised module by module on the host, so that it is never
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zerofx.compat.modules import RESETS, own_buffers, own_parameters
-from zerofx.errors import ShardError
+from zerofx.comm.together import exchange
+from zerofx.comm.world import World
+from zerofx.compat.modules import RESETS, own_buffers, own_parameters, unsaved_buffers
+from zerofx.errors import PlanError, ShardError
+from zerofx.layout.placements import Cut, Part
+from zerofx.layout.slices import HOW_TO_MARK, local_of
+from zerofx.layout.tiles import cut
 from zerofx.runtime.buffers import share_buffers
 from zerofx.runtime.store.tree import ParameterTree, attributes_of
+from zerofx.runtime.store.unmarked import crc_of
 
 if TYPE_CHECKING:
     from zerofx.runtime.store.shards import ShardStore
@@ -86,15 +92,102 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
 
 
 def _take_parts(store: ShardStore, tree: ParameterTree, index: int, names: list[str]) -> None:
-    """Send rank 0's values parameter by parameter: tensor-axis ranks keep different parts."""
+    """Send rank 0's values parameter by parameter: tensor-axis ranks keep different parts.
+
+    Slices that the model brings come from the first data rank that has the same ones.
+    """
     world = store.world
     for param in (p for p in store.layout.buckets[index].params if p.owner in names):
         piece = store.pieces[param.owner]
+        if world.slices:
+            mine = torch.empty(param.shape, dtype=piece.bucket.dtype, device=world.device)
+            mine.copy_(local_of(tree.params[param.owner]))
+            world.from_first(mine.view(-1)).wait()
+            store.local_view(param.owner).copy_(cut(mine.view(-1), piece.own))
+            continue
         whole = torch.empty(param.whole_shape, dtype=piece.bucket.dtype, device=world.device)
         if world.rank == 0:
             whole.copy_(tree.params[param.owner].detach())
         world.broadcast(whole.view(-1), 0).wait()
         store.local_view(param.owner).copy_(piece.cut(whole.view(-1)))
+
+
+@torch.no_grad()
+def check_slices(
+    world: World,
+    model: nn.Module,
+    parts: Mapping[str, Part],
+    given: Collection[str] = (),
+    ignored: Collection[str] = (),
+) -> None:
+    """Raise unless what is not marked as a slice is equal on the ranks that have different slices.
+
+    Norms count such a parameter once, and snapshots hold it once. This is a collective call.
+
+    given: names of parameters on meta whose values come later. ignored: names of parameters that
+        are left as they are.
+
+    Raises:
+        PlanError: on all ranks; a parameter or a saved buffer differs, or a slice has no values.
+    """
+    wholes: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for holder in (own_parameters(module), own_buffers(module)):
+            for key, tensor in holder.items():
+                name = f"{path}.{key}" if path else key
+                if tensor is None or name in ignored or key in unsaved_buffers(module):
+                    continue
+                if name not in parts:
+                    wholes[name] = tensor
+                elif tensor.is_meta and name not in given:
+                    raise PlanError(
+                        f"{name} is on meta and a slice along {world.slices}. Every rank would "
+                        "initialise it alike. Build the model on the host, or pass weights="
+                    )
+    axis = world.axis("tensor")
+    mine = torch.tensor(
+        [crc_of(t) for t in wholes.values()], dtype=torch.int64, device=world.device
+    )
+    found = mine.new_empty(axis.size * len(wholes))
+    if wholes:
+        axis.all_gather(found, mine, "digests of whole parameters").wait()
+        world.broadcast(found, 0).wait()  # of rank 0 and its peers, whose values are used
+    differ = (found.view(axis.size, -1) != found.view(axis.size, -1)[0]).any(0).tolist()
+    for (name, tensor), is_other in zip(wholes.items(), differ, strict=True):
+        if is_other and isinstance(tensor, nn.Parameter):
+            raise PlanError(
+                f"{name} {list(tensor.shape)} differs along the mesh axis {world.slices} "
+                f"({axis.size} ranks), along which other parameters are slices. {HOW_TO_MARK}. If "
+                "all ranks hold the same parameter, give them the same values"
+            )
+        if is_other:
+            raise PlanError(
+                f"buffer {name} {list(tensor.shape)} differs along the mesh axis {world.slices} "
+                f"({axis.size} ranks), and a snapshot holds it once. Register it with "
+                "persistent=False"
+            )
+
+
+@torch.no_grad()
+def check_copies(world: World, model: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Raise if slices would be taken for copies: marked parameters that differ between the ranks.
+
+    A collective call.
+
+    Raises:
+        PlanError: on all ranks; names the parameter.
+    """
+    mine = {name: crc_of(p) for name, p in model.named_parameters() if name in cuts}
+    first, *others = exchange(world, mine, "digests of parameters that are marked as slices")
+    for rank, theirs in enumerate(others, 1):
+        for name, digest in first.items():
+            if theirs[name] != digest:
+                raise PlanError(
+                    f"{name} is marked as a slice (tensor_model_parallel), and differs between "
+                    f"ranks 0 and {rank}, which would be copies of one model. If they have slices, "
+                    'pass mesh=mesh["dp"], the data axis of a mesh that also has the axis of the '
+                    "slices. If they have copies, build these with the same values"
+                )
 
 
 Hook = Callable[..., Any]

@@ -12,11 +12,13 @@ from zerofx.comm.world import World
 from zerofx.compat.tensors import version_of
 from zerofx.errors import NvmeError
 from zerofx.layout.buckets import LOW_OR_SINGLE, Layout
+from zerofx.layout.slices import local_of
 from zerofx.layout.tiers import Tier
 from zerofx.runtime.store.grads import StoreGrads
 from zerofx.runtime.store.init import fill_shards
 from zerofx.runtime.store.optimizer import leave_behind, watch_steps
 from zerofx.runtime.store.tree import Bindings, ParameterTree, attributes_of
+from zerofx.runtime.store.unmarked import Posted
 from zerofx.runtime.store.updates import Updates
 from zerofx.runtime.tensors.parameter import make_parameter, make_piece
 from zerofx.runtime.tensors.piece import Ledger
@@ -55,6 +57,7 @@ class ShardStore:
         # All names of parameters that zerofx leaves to the user.
         self.ignored: frozenset[str] = frozenset()
         self.replaced: dict[int, nn.Parameter] = {}
+        self.posted: Posted | None = None  # set by zerofx.compile
         self.grads = StoreGrads(self.ledger, self.params, self.pieces, self._flats)
         self._bindings: Bindings
         self._versions = 0
@@ -121,7 +124,8 @@ class ShardStore:
                 mine.copy_(theirs)
                 store.homes.rest()
                 other.homes.rest()
-        store.ignored = other.ignored
+        store.ignored, store.posted = other.ignored, other.posted
+        store.ledger.layered = other.ledger.layered
         for name, param in other.params.items():
             tree.place(name, store._parameter(name, param))
         store._watch(tree)
@@ -220,5 +224,7 @@ def _check_layout(tree: ParameterTree, layout: Layout) -> None:
     for name, param in tree.params.items():
         bucket, piece = layout.owned[name][0]
         can_hold = param.dtype == bucket.dtype or {param.dtype, bucket.dtype} <= {*LOW_OR_SINGLE}
-        fits = tuple(param.shape) == piece.whole_shape and can_hold
+        is_slice = piece.part is not None and piece.part.is_given
+        shape = tuple(local_of(param).shape) if is_slice else tuple(param.shape)
+        fits = shape == (piece.shape if is_slice else piece.whole_shape) and can_hold
         assert fits, f"{name} is {param.dtype} {list(param.shape)}, the layout says {piece}"

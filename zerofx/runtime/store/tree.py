@@ -17,8 +17,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor
 from zerofx.compat.modules import own_buffers, own_children, own_parameters, put_parameter
-from zerofx.compat.tensors import memory_range, raw_data
+from zerofx.compat.tensors import OF_DTENSORS, memory_range, raw_data
 from zerofx.errors import ShardError
+from zerofx.layout.slices import local_of
 from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, piece_of
 
 Holder = tuple[nn.Module, str]
@@ -65,7 +66,8 @@ class ParameterTree:
                     "zerofx.compile."
                 )
             torch_function = type(param).__torch_function__
-            if torch_function is not nn.Parameter.__torch_function__:
+            is_plain = torch_function is nn.Parameter.__torch_function__
+            if not is_plain and not isinstance(param, DTensor):
                 raise ShardError(
                     f"{name} is a {type(param).__name__}, and only plain parameters can be laid "
                     "out in flat shards. Compile before quantising or distributing it."
@@ -100,7 +102,7 @@ class ParameterTree:
         params = {**self.params, **self.left}
         seen = {id(p) for p in params.values()}
         for name, param in params.items():
-            found.append((*memory_range(param), name, True))
+            found.append((*memory_range(local_of(param)), name, True))
         for path, module in self.modules.items():
             for key, buffer in own_buffers(module).items():
                 if buffer is None or nn.parameter.is_lazy(buffer) or id(buffer) in seen:
@@ -156,7 +158,7 @@ def _shared(one: str, other: str, are_parameters: bool) -> ShardError:
 
 def attributes_of(param: torch.Tensor) -> dict[str, object]:
     """Return attributes that users and libraries set on a parameter (`p.tag = 1`)."""
-    ours = ("zfx", "_grad")
+    ours = ("zfx", "_grad", *OF_DTENSORS)
     return {k: v for k, v in vars(param).items() if k not in ours}
 
 

@@ -18,7 +18,7 @@ import math
 import weakref
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -30,6 +30,7 @@ from zerofx.compat.tensors import shard_mesh, shard_spec
 from zerofx.errors import NvmeError, ShardError
 from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 from zerofx.layout.placements import Part, join
+from zerofx.layout.slices import Layered
 from zerofx.layout.tiles import Range, cut, say, spread
 from zerofx.runtime.store.updates import Updates
 from zerofx.runtime.tensors.checkpoint import Box, boxes_of, boxes_of_part
@@ -118,6 +119,7 @@ class Ledger:
     aliases: live results of `p.data`.
     copies: this rank's slice of each resident bucket that is computed with in another dtype.
     hooks: by parameter name, the functions to call with it after each backward.
+    layered: by parameter name, how those that were DTensors lay over their meshes.
     reader: while the model's forward runs eagerly, returns a parameter as a whole tensor, by name.
     """
 
@@ -137,6 +139,7 @@ class Ledger:
         self.copies: dict[int, CastCopy] = {}
         self.half_made: str | None = None
         self.hooks: dict[str, OrderedDict[int, Callable[[Any], None]]] = {}
+        self.layered: Mapping[str, Layered] = {}
         self.reader: Callable[[str], Tensor | None] | None = None
         self.on_step: Callable[[], None] | None = None  # called after an optimizer's step
 

@@ -50,9 +50,9 @@ def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
     raise ShardError(
         f"{name}: {doing} would use a different norm on each rank along the mesh axes "
         f"{other_axes}. The model is compiled over a slice of that mesh, and zerofx does not know "
-        "which of its parameters these ranks share. Add the squares of "
-        "torch.nn.utils.get_total_norm over those ranks, and clip with "
-        "torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
+        "which of its parameters these ranks share. Mark those that are slices "
+        "(docs/from-megatron.md), or add the squares of torch.nn.utils.get_total_norm over those "
+        "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
     )
 
 
