@@ -74,7 +74,8 @@ def _verdict(
         why, said = why_slower_than(fits[0], best)
         return Verdict(name, fits[0], why, f"{name} does not pay: {said}")
     there = available_bytes(best.hardware)
-    peaks = [o.peak_bytes for o in priced] or [b.peak_bytes for b in bounds.values()]
+    peaks: list[float] = [o.peak_bytes for o in priced]
+    peaks = peaks or [b.peak_bytes for b in bounds.values()]
     could = [b for b in bounds.values() if b.peak_bytes <= there]
     if could and not priced:
         bound = min(could, key=lambda b: b.step_us)
