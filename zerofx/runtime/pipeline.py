@@ -149,7 +149,7 @@ class PipelineRun:
         if not contract.is_training:
             return self._infer(micro_batches[0])
         if self.part.loss is None:
-            return list(_Opened.apply(self, micro_batches, self._anchor.output))
+            return list(_HalfTrained.apply(self, micro_batches, self._anchor.output))
         return [_Trained.apply(self, micro_batches, self._anchor.output)]
 
     def _gather_again(self, choices: set[str]) -> None:
@@ -504,7 +504,7 @@ class _Trained(torch.autograd.Function):
         return None, None, None
 
 
-class _Opened(torch.autograd.Function):
+class _HalfTrained(torch.autograd.Function):
     """A training step whose forwards have run; its backward runs the backwards."""
 
     @staticmethod
