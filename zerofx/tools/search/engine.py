@@ -101,9 +101,9 @@ class Search:
                 waiting.setdefault(name, []).append(choice)
         for own in waiting.values():
             for _ in range(FAMILY_TRIES):
-                promising = self._most_promising(own, limit)
-                found = None if promising is None else self.price(promising)
-                if promising is None or (found is not None and found.fits):
+                first = self._most_promising(own, limit)
+                found = None if first is None else self.price(first)
+                if first is None or (found is not None and found.fits):
                     break
 
     def _most_promising(self, choices: Sequence[Choice], limit: float) -> Choice | None:

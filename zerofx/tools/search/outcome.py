@@ -197,12 +197,11 @@ def _of_pipeline(
         figures = {n: kind.extrapolated(tuple(f.get(n, 0.0) for f in found)) for n in names}
         of_rank |= dict.fromkeys(kind.positions, figures)
         wires |= _wires(kind, parallel, hardware)
-    times = [
-        StageTimes(
-            **{what: of_rank[s % size][f"{what}:{s // size}"] for what in TIMES}, lane_bytes=()
-        )
-        for s in range(size * turns)
-    ]
+    times = []
+    for stage in range(size * turns):
+        turn, rank = divmod(stage, size)
+        forward, backward, last, end = (of_rank[rank][f"{what}:{turn}"] for what in TIMES)
+        times.append(StageTimes(forward, backward, last, end, ()))
     paper = paper_step(parallel, num, times, wires)
     slowest = max(of_rank.values(), key=lambda f: f["alone_us"])
     step = paper.step_us

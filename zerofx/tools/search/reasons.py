@@ -74,8 +74,7 @@ def _verdict(
         why, said = why_slower_than(fits[0], best)
         return Verdict(name, fits[0], why, f"{name} does not pay: {said}")
     there = available_bytes(best.hardware)
-    peaks: list[float] = [o.peak_bytes for o in priced]
-    peaks = peaks or [b.peak_bytes for b in bounds.values()]
+    peaks = [float(o.peak_bytes) for o in priced] or [b.peak_bytes for b in bounds.values()]
     could = [b for b in bounds.values() if b.peak_bytes <= there]
     if could and not priced:
         bound = min(could, key=lambda b: b.step_us)
@@ -88,8 +87,8 @@ def _verdict(
     if peaks:
         return Verdict(
             name, None, "memory",
-            f"{name} does not fit: the least of its plans needs {format_bytes(round(min(peaks)))} "
-            f"per device, and {format_bytes(there)} are available.",
+            f"{name} does not fit: of its plans that were tried the least needs "
+            f"{format_bytes(round(min(peaks)))} per device, and {format_bytes(there)} are there.",
         )  # fmt: skip
     said = refused[0] if refused else "the global batch cannot be divided among its ranks"
     return Verdict(name, None, "refused", f"{name} is not possible: {said}.")
