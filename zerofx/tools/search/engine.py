@@ -23,16 +23,21 @@ TIME_GAP = 0.01
 # The fastest plan is searched for the whole memory of a device, and for these parts of it.
 LEVELS = (1.0, 0.5, 0.25)
 # Plans priced at most for each smaller part, for which bounds on memory are loose. The search for
-# the fastest plan of the whole memory has no limit.
+# the fastest plan of the whole memory has no limit, unless axes are searched.
 MOST_PRICED = 24
 # Plans priced at most for a family of axes, to have one that fits to compare with.
 FAMILY_TRIES = 2
-MOST_WITH_AXES = 4  # the same where axes are searched, of which a plan takes longer to price
+# The same where axes are searched, of which a plan takes longer to price; of the whole memory, too.
+MOST_WITH_AXES = 4
+MOST_OVER_AXES = 24
 
 
 @dataclass
 class Search:
-    """One search: the choices priced so far, and the bounds by which others were left out."""
+    """One search: the choices priced so far, and the bounds by which others were left out.
+
+    least_left_us: the least bound among plans that were not priced because enough others were.
+    """
 
     family: Family
     space: Space
@@ -42,6 +47,7 @@ class Search:
     bounded: dict[Choice, Bound] = field(default_factory=dict)
     exact: set[Choice] = field(default_factory=set)
     closer: set[Choice] = field(default_factory=set)
+    least_left_us: float | None = None
     says: Says = silent
 
     @property
@@ -76,8 +82,12 @@ class Search:
             self.says(
                 f"{counted(len(choices), 'plan')}: the fastest within {memory} per device", False
             )
-            most = MOST_WITH_AXES if self.space.most_stages else MOST_PRICED
-            self.fastest_within(level * limit, choices, None if level == 1.0 else most)
+            whole, part = (
+                (MOST_OVER_AXES, MOST_WITH_AXES) if self.space.has_axes else (None, MOST_PRICED)
+            )
+            left_us = self.fastest_within(level * limit, choices, whole if level == 1.0 else part)
+            if level == 1.0:
+                self.least_left_us = left_us
         if self.space.has_axes:
             self._price_each_family(choices, limit)
         too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
@@ -85,7 +95,10 @@ class Search:
         fits.sort(key=lambda o: (o.step_us, o.choice.place))
         counts = Counts(len(choices), too_large, len(self.priced), len(self.refused))
         refusal = next(iter(self.refused.values()), "")
-        found = Found(self.space, tuple(fits), tuple(self.priced.values()), counts, refusal)
+        found = Found(
+            self.space, tuple(fits), tuple(self.priced.values()), counts, refusal,
+            least_left_us=self.least_left_us,
+        )  # fmt: skip
         if not fits or not self.space.has_axes:
             return found
         said = verdicts(self.space, found.best, found.priced, self.bounded, self.refused)
@@ -125,10 +138,13 @@ class Search:
             self._next(first)
         return None
 
-    def fastest_within(self, limit: float, choices: Sequence[Choice], most: int | None) -> None:
+    def fastest_within(
+        self, limit: float, choices: Sequence[Choice], most: int | None
+    ) -> float | None:
         """Price choices in the order of their bounds, until no other can be faster.
 
-        At most `most` new ones are priced, if it is a number.
+        At most `most` new ones are priced, if it is a number; then the least bound of the others is
+        returned, if it is below the best.
 
         Bounds are rough at first, closer later, and exact before anything is priced. Of choices
         that differ only in the prefetch distance, the one with the least memory comes first: the
@@ -141,7 +157,7 @@ class Search:
         while waiting and (most is None or len(self.priced) < before + most):
             least_us, _, choice = heapq.heappop(waiting)
             if least_us * (1 + TIME_GAP) >= best:
-                return
+                return None
             bound = self._next(choice)
             if bound is None or bound.peak_bytes > limit:
                 continue
@@ -156,6 +172,7 @@ class Search:
             for other in kin.pop(choice.kin, [])[1:]:
                 least_us = max(bound.step_us, found.covered_us)
                 heapq.heappush(waiting, (least_us, other.place, other))
+        return waiting[0][0] if waiting and waiting[0][0] * (1 + TIME_GAP) < best else None
 
     def _kin(self, limit: float, choices: Sequence[Choice]) -> dict[Any, list[Choice]]:
         """Return the choices that may fit, in groups of kin, the least memory first."""

@@ -200,8 +200,8 @@ def _of_pipeline(
     times = []
     for stage in range(size * turns):
         turn, rank = divmod(stage, size)
-        forward, backward, last, end = (of_rank[rank][f"{what}:{turn}"] for what in TIMES)
-        times.append(StageTimes(forward, backward, last, end, ()))
+        figures = {what: of_rank[rank][f"{what}:{turn}"] for what in TIMES}
+        times.append(StageTimes(lane_bytes=(), **figures))
     paper = paper_step(parallel, num, times, wires)
     slowest = max(of_rank.values(), key=lambda f: f["alone_us"])
     step = paper.step_us
@@ -313,7 +313,8 @@ class Found:
     """The result of a search. fits: the fastest first. priced: all with figures.
 
     refusal: the reason why the first invalid plan is not valid. verdicts: on each family of plans
-    with the same axes; empty if axes were not searched.
+    with the same axes; empty if axes were not searched. least_left_us: if enough plans were priced
+    before all others could be left out, what the most promising of these would take at least.
     """
 
     space: Space
@@ -322,6 +323,7 @@ class Found:
     counts: Counts
     refusal: str = ""
     verdicts: tuple[Verdict, ...] = ()
+    least_left_us: float | None = None
 
     @cached_property
     def best(self) -> Outcome:

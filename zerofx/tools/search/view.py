@@ -45,6 +45,7 @@ class SearchView:
             f"bound, {counts.too_slow} too slow by a bound, {counts.priced} priced, "
             f"{counts.refused} not valid",
             *([f"the first that is not valid: {self.found.refusal}"] if counts.refused else []),
+            *self._left,
             *self.notes,
             "",
             f"{'step':>10} {self._rate:>10} {'device':>10} {'host':>10}  plan",
@@ -57,6 +58,17 @@ class SearchView:
         if self.reasons:
             lines += ["", *self.reasons]
         return "\n".join(lines)
+
+    @property
+    def _left(self) -> list[str]:
+        """What was not looked at, if the search ended before all others could be left out."""
+        if self.found.least_left_us is None:
+            return []
+        return [
+            "not all of the others can be left out: one of them may take "
+            f"{format_us(self.found.least_left_us)}. Settle some fields (plan={{...}}, --plan) to "
+            "look at fewer"
+        ]
 
     @cached_property
     def reasons(self) -> list[str]:
@@ -81,6 +93,7 @@ class SearchView:
             "considered": counts.considered, "too_large": counts.too_large,
             "too_slow": counts.too_slow, "priced": counts.priced, "refused": counts.refused,
             "refusal": self.found.refusal,
+            "least_left_us": self.found.least_left_us,
             "best": self.best.to_dict(),
             "front": [each.to_dict() for each in self.found.front],
             "runner_up": None if second is None else second.to_dict(),
