@@ -110,7 +110,7 @@ def compile(
         _check_arguments(model, optimizer, weights, unknown)
         check_wrappers(model, takes_dtensors=True)
         check_class(model)
-        marks = marks_of(model)
+        marks = marks_of(model, mesh is not None)
         world, described, checked = _connect(
             as_plan(plan), device, mesh, _either(hardware, machine), start, marks
         )

@@ -178,6 +178,14 @@ class Gpt(nn.Module):
         return VocabParallelCrossEntropy.apply(self.head(self.norm(x)), labels, self.mp).mean()
 
 
+class Tied(Gpt):
+    """The same with one weight for embedding and head, as Megatron-LM has by default."""
+
+    def __init__(self, mp: ModelParallel) -> None:
+        super().__init__(mp)
+        self.head.weight = self.embed.weight
+
+
 def batch_of(kind: type[nn.Module], samples: int = 8) -> tuple[Tensor, Tensor]:
     """Return a batch for all data ranks together."""
     draw = torch.Generator().manual_seed(1)

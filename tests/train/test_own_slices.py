@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from pool import Pool
 from safetensors.torch import load_file
-from sliced_models import Gpt, Mlp, ModelParallel, batch_of, mark
+from sliced_models import Gpt, Mlp, ModelParallel, Tied, batch_of, mark
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -153,7 +153,8 @@ def test_slices_train_over_a_mesh_of_two_data_axes(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan", "make", "bound"),
     [
-        (Gpt, {"stage": 3}, adamw, 1e-5),
+        (Tied, {"stage": 3}, adamw, 1e-5),
+        slow(Gpt, {"stage": 3}, adamw, 1e-5),
         slow(Gpt, {"stage": 0}, sgd, 1e-6),
         slow(Gpt, {"stage": 1}, adamw, 1e-5),
         slow(Gpt, {"stage": 2}, sgd, 1e-6),

@@ -22,7 +22,7 @@ NOT_DATA = (
     "expert_parallel", "etp", "model",
 )  # fmt: skip
 PIPELINE = ("pp", "pipeline", "pipeline_parallel", "pipe", "stage")
-_TENSOR = ("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel", "etp")
+TENSOR = ("tp", "tensor", "tensor_parallel", "mp", "model", "model_parallel", "etp")
 
 
 def check_mesh(mesh: Any) -> None:
@@ -109,6 +109,7 @@ def slice_axis(mesh: DeviceMesh | None, marks: Marks) -> SliceAxis | None:
     """
     free = [] if mesh is None else free_axes(mesh)
     found = [axis for axis in free if axis.name not in PIPELINE]
+    by_tensors: list[SliceAxis] = []
     for name, lies in marks.tensors.items():
         ranks = sorted(lies.mesh.mesh.flatten().tolist())
         if len(ranks) == 1:
@@ -122,11 +123,18 @@ def slice_axis(mesh: DeviceMesh | None, marks: Marks) -> SliceAxis | None:
                 'mesh_dim_names=("dp", "tp")), parallelize_module(model, mesh["tp"], ...) and '
                 'zerofx.compile(model, plan, mesh=mesh["dp"])'
             )
-        found = mine
+        if name in marks.cuts and by_tensors and mine != by_tensors:
+            raise PlanError(
+                f"{name} is a slice over the mesh axis {mine[0].name}, and other parameters are "
+                f"over {by_tensors[0].name}. zerofx takes the slices of one axis. Distribute all "
+                "over one"
+            )
+        if name in marks.cuts:
+            found = by_tensors = mine
     if not found or not marks.cuts:
         return None
     if len(found) > 1:
-        named = [axis for axis in found if axis.name in _TENSOR]
+        named = [axis for axis in found if axis.name in TENSOR]
         if len(named) != 1:
             raise PlanError(
                 f"{next(iter(marks.cuts))} is marked as a slice, and mesh was taken from a mesh "
@@ -145,7 +153,8 @@ def free_axes(mesh: DeviceMesh) -> list[SliceAxis]:
         return found  # refused when the grid is made
     for dim in range(len(root.mesh_dim_names or ())):
         axis = SliceAxis(root, dim)
-        if axis.size > 1 and not inside >= {*axis.peers(dist.get_rank())}:
+        # a mesh that was unflattened from one axis has that as its root, which says nothing
+        if axis.size > 1 and inside & {*axis.peers(dist.get_rank())} == {dist.get_rank()}:
             found.append(axis)
     return found
 

@@ -89,6 +89,9 @@ class _Done:
     def is_completed(self) -> bool:
         return True
 
+    def is_success(self) -> bool:
+        return True
+
 
 _DONE = _Done()
 
@@ -109,7 +112,9 @@ def _wait(value: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(out: torch.Tensor, value: torch.Tensor) -> None:
-    """Write a result as a collective does: autograd does not see it."""
+    """Write a result as a collective does: autograd does not see it, and formats must be equal."""
+    if out.dtype != value.dtype:
+        raise RuntimeError(f"a collective of {value.dtype} cannot write to a tensor of {out.dtype}")
     out.detach().copy_(value.view(out.shape))
 
 

@@ -87,8 +87,11 @@ class Marks:
         return found
 
 
-def marks_of(model: nn.Module) -> Marks:
+def marks_of(model: nn.Module, has_mesh: bool = True) -> Marks:
     """Read the marks of a model's parameters.
+
+    has_mesh: whether they can be slices over an axis of a mesh. Otherwise incomplete marks say
+        nothing, as those that a library leaves on parameters of a single tensor rank.
 
     Raises:
         PlanError: a mark is incomplete, or a parameter is cut in a way that has no name here; names
@@ -104,7 +107,7 @@ def marks_of(model: nn.Module) -> Marks:
             tensors[name] = Layered(param.device_mesh, tuple(param.placements))
             cut = _of_placements(name, param)
         else:
-            cut = _of_attributes(name, param)
+            cut = _of_attributes(name, param, has_mesh)
         if cut is not None:
             cuts[name] = cut
         elif getattr(param, "sequence_parallel", False):
@@ -131,7 +134,7 @@ def _of_placements(name: str, param: Any) -> Cut | None:
     return Cut(dim)
 
 
-def _of_attributes(name: str, param: Tensor) -> Cut | None:
+def _of_attributes(name: str, param: Tensor, has_mesh: bool) -> Cut | None:
     if not any(getattr(param, mark, False) for mark in _MARKS):
         return None
     if getattr(param, "sequence_parallel", False):
@@ -141,6 +144,8 @@ def _of_attributes(name: str, param: Tensor) -> Cut | None:
         )
     dim, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if not isinstance(dim, int) or not 0 <= dim < param.dim():
+        if not has_mesh:
+            return None
         raise PlanError(
             f"{name} is marked as a slice, and its partition_dim is {dim!r}, of {param.dim()} "
             f"dimensions. Set {name}.partition_dim to the dimension that is cut, from 0"

@@ -177,7 +177,8 @@ def own_stage(program: Planned) -> OwnStage:
         constant=frozenset(
             wire.output
             for wire in stage.results
-            if wire.output in program.calling.detached or not wire.value.is_floating_point()
+            if wire.output in program.calling.detached
+            or not (wire.value.is_floating_point() or wire.value.is_complex())
         ),
         puts_off=reduction.is_put_off(program.layout, program.plan),
         digest=f"{wires} {sorted(stage.sums.items())} {layout}",

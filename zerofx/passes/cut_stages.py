@@ -233,10 +233,40 @@ def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
             'labels to the model and return the loss from forward, or set schedule = "gpipe", '
             "which runs all forwards first. Under torch.no_grad() forward may return anything"
         )
-    given = [value(node) for node in program.placeholders(name, Role.INPUT)]
-    rows = next((len(v) for v in given if isinstance(v, torch.Tensor) and v.ndim), 0)
-    for spec, result in zip(specs, program.results(name), strict=True):
-        if spec.role is Role.OUTPUT and shape_of(value(result))[:1] != (rows,):
+    check_results(program, name)
+
+
+def check_results(program: Planned, name: str) -> None:
+    """Raise unless the results of micro-batches make up those of the whole batch.
+
+    They do if each depends on what is cut, and has a row per sample.
+
+    Raises:
+        CaptureError: names the result.
+    """
+    given = [n for n in program.placeholders(name, Role.INPUT) if shape_of(value(n))]
+    rows = len(value(given[0])) if given else 0
+    if rows == 1:
+        raise CaptureError(
+            f"{program.model_name}: a micro-batch has 1 sample. With Plan.parallel.pipeline above "
+            "1 and a loss outside of forward, results of one sample cannot be told from results "
+            "of the whole batch. Use fewer micro_batches, or return the loss from forward"
+        )
+    for leaf, number in program.calling.constants.items():
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            raise CaptureError(
+                f"{program.model_name}: {program.calling.output_names[leaf]} is the number "
+                f"{number} for a micro-batch of {rows} samples, and may be another one for the "
+                "whole batch. With Plan.parallel.pipeline above 1 and a loss outside of forward, "
+                "leave it out, or return the loss from forward"
+            )
+    depends = {n for n in given if len(value(n)) == rows}
+    for node in program.graph(name).nodes:
+        if not depends.isdisjoint(node.all_input_nodes):
+            depends.add(node)
+    for spec, result in zip(program.outputs[name], program.results(name), strict=True):
+        is_cut = result in depends and shape_of(value(result))[:1] == (rows,)
+        if spec.role is Role.OUTPUT and not is_cut:
             label = program.calling.output_names[spec.index] or "the result"
             raise CaptureError(
                 f"{program.model_name}: {label} has the shape {list(shape_of(value(result)))} for "

@@ -341,7 +341,7 @@ class Masks:
             raise _NotConstant(f"has {columns * math.prod(outer)} elements in each row")
         step = max(1, MOST_ELEMENTS // (4 * columns * math.prod(outer)))
         most = torch.finfo(value(mask).dtype).min
-        is_causal = is_open = True
+        is_causal, is_open = rows == columns, True  # one row for all queries is not causal
         for first in range(0, rows, step):
             last = min(first + step, rows)
             found = self._part(mask, [*((0, size) for size in outer), (first, last), (0, columns)])

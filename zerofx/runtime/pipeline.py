@@ -70,11 +70,12 @@ class _TrainingStep:
 
     results: the user's outputs of all micro-batches, as far as they are there. rest: the moves that
     are left, once these are handed out. grads: their gradients. writes: the number of writes to
-    parameters before it.
+    parameters before it. number: of the step, by which ranks agree whose backward runs.
     """
 
     micro_batches: Sequence[list[Any]]
     seeds: list[tuple[int, int]]
+    number: int = 0
     results: dict[Parcel, Tensor] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
     rest: Iterator[None] | None = None
@@ -127,6 +128,7 @@ class PipelineRun:
         self._sending: dict[Parcel, deque[tuple[Work, Tensor]]] = {}
         self._receiving: dict[tuple[Parcel, int], tuple[Tensor, Work]] = {}
         self._step: _TrainingStep | None = None
+        self._num_begun = 0
         digest = hashlib.sha256(self.part.digest.encode()).hexdigest()[:12]
         self._digest = f"pipeline={self.part.schedule}:{digest}"
 
@@ -221,6 +223,8 @@ class PipelineRun:
         self, step: _TrainingStep, grads: Sequence[Tensor | None]
     ) -> dict[str, Tensor]:
         """Run its backwards, given the gradients of the results; return the parameters'."""
+        what = f"backward of {self.executable.contract.label}"
+        self._engine.world.agree(what, f"{self._digest};step={step.number}")
         if self._engine.store.poll_writes() != step.writes:
             raise GradientError(
                 f"{self.executable.contract.label}: the parameters were changed (by an optimizer "
@@ -243,7 +247,9 @@ class PipelineRun:
         self._engine.store.grads.rest()
         num = len(micro_batches)
         seeds = [(self.executable.seed(), self.executable.seed()) for _ in range(num)]
-        return _TrainingStep(micro_batches, seeds, left=num * len(self._stages))
+        self._num_begun += 1
+        left = num * len(self._stages)
+        return _TrainingStep(micro_batches, seeds, self._num_begun, left=left)
 
     def _with_gradients(
         self, step: _TrainingStep, moves: Callable[[], object]
@@ -472,7 +478,7 @@ def _check_backward(run: PipelineRun, is_left: bool) -> None:
     if not is_left:
         raise GradientError(
             f"{label}: backward ran a second time, but a pipeline hands the gradients of a "
-            "step out once. Call the model again"
+            "step out once. Call the model again, or add the losses and call backward once"
         )
     if not will_run(run._anchor.always):
         raise GradientError(

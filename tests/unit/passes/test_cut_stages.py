@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -174,6 +175,20 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
+class Returns(nn.Module):
+    """Returns something besides logits that micro-batches do not make up."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Any]:
+        x = self.last(self.first(x))
+        more = {"table": self.table * 2, "mean": x.mean(0, keepdim=True), "number": len(x)}
+        return x, more[self.kind]
+
+
 def capture_of(model: nn.Module, x: Tensor, size: int, cuts: Sequence[str] | str = "auto") -> None:
     plan = zerofx.Plan(kernels="aten", parallel={"pipeline": size, "cuts": cuts})
     zerofx.rewrite(zerofx.capture(model, (x,)), plan, world_size=size)
@@ -192,6 +207,15 @@ def test_what_cannot_be_cut_is_named() -> None:
     two.append(nn.Flatten(0))
     with pytest.raises(CaptureError, match=r"output has the shape \[8\] for a micro-batch of 2"):
         zerofx.rewrite(zerofx.capture(two, (torch.randn(2, 4),)), plan, world_size=2)
+    with pytest.raises(CaptureError, match="a micro-batch has 1 sample"):
+        zerofx.rewrite(zerofx.capture(two[:2], (torch.randn(1, 4),)), plan, world_size=2)
+    for kind, said in (
+        ("table", r"\[1\] has the shape \[2, 4\]"),
+        ("mean", r"\[1\] has the shape \[1, 4\]"),
+        ("number", r"\[1\] is the number 2 for a micro-batch of 2"),
+    ):
+        with pytest.raises(CaptureError, match=said):
+            zerofx.rewrite(zerofx.capture(Returns(kind), (torch.randn(2, 4),)), plan, world_size=2)
     with pytest.raises(PlanError, match="pipeline = 9 stages, and the model has 5 units"):
         capture_of(Skipping(), ids, 9)
     with pytest.raises(PlanError, match=r"no unit is named 'block.2'; did you mean"):

@@ -39,6 +39,7 @@ class Attends(nn.Module):
             "open": torch.ones_like(ahead),
             "window": ~ahead & (at[None] > at[:, None] - 3),
             "leaky": torch.zeros(ahead.shape).masked_fill(ahead, -9.0),
+            "first": torch.full((1, len(at)), float("-inf")).index_fill(1, at[:1], 0.0),
             "given": x[:, None, :, :1] > x[:, None, :, 0][:, :, None],
             "bias": torch.where(ahead, float("-inf"), (at[None] - at[:, None]).float()),
         }[self.how]  # fmt: skip
@@ -88,6 +89,7 @@ def test_known_masks_are_not_made(how: str, causal: bool) -> None:
     [
         ("window", "its mask is neither causal nor without effect"),
         ("leaky", "its mask is neither causal nor without effect"),
+        ("first", "its mask is neither causal nor without effect"),
         ("bias", "its mask is neither causal nor without effect"),
         ("given", "its mask depends on"),
     ],

@@ -131,6 +131,8 @@ def check_slices(
         PlanError: on all ranks; a parameter or a saved buffer differs, or a slice has no values.
     """
     wholes: dict[str, Tensor] = {}
+    named = model.named_parameters()
+    settled = {id(p) for name, p in named if name in parts or name in ignored}  # tied ones too
     for path, module in model.named_modules():
         for holder in (own_parameters(module), own_buffers(module)):
             for key, tensor in holder.items():
@@ -138,7 +140,8 @@ def check_slices(
                 if tensor is None or name in ignored or key in unsaved_buffers(module):
                     continue
                 if name not in parts:
-                    wholes[name] = tensor
+                    if id(tensor) not in settled:
+                        wholes[name] = tensor
                 elif tensor.is_meta and name not in given:
                     raise PlanError(
                         f"{name} is on meta and a slice along {world.slices}. Every rank would "

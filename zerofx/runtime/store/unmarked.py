@@ -10,6 +10,7 @@ waits for a while if a world has not posted one; some may never compile such a m
 from __future__ import annotations
 
 import json
+import logging
 import time
 import zlib
 from collections import Counter
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerofx.comm.grid import PIPELINE
+from zerofx.comm.grid import PIPELINE, TENSOR
 from zerofx.comm.meeting import BoundedStore, store_errors, timeout_s
 from zerofx.comm.together import tell
 from zerofx.comm.world import World
@@ -27,6 +28,7 @@ from zerofx.compat.groups import default_store
 from zerofx.errors import SnapshotError
 from zerofx.layout.slices import HOW_TO_MARK, local_of
 
+log = logging.getLogger("zerofx")
 _PATIENCE = 0.1  # how long to wait for another world, as a part of the time limit
 _NAP_S = 0.05
 _SAMPLES = 4096  # elements of a parameter that its digest is made of
@@ -87,26 +89,32 @@ class Posted:
     def _difference(self, world: World, what: str) -> SnapshotError | None:
         if world.rank != 0:
             return None
+        until = time.monotonic() + _PATIENCE * timeout_s()
         for axis in world.others:
             if axis.name in PIPELINE:
                 continue
             for rank in axis.peers(dist.get_rank()):
-                theirs = self._of(rank)
-                for name, own in self._own.items():
-                    if name in theirs and theirs[name] != own:
-                        return SnapshotError(
-                            f"{what}: {name} {own[0]} of rank {dist.get_rank()} differs from that "
-                            f"of rank {rank}, {theirs[name][0]}, along the mesh axis {axis.name} "
-                            f"({axis.size} ranks), over which the model is not compiled. "
-                            f"{HOW_TO_MARK}: a snapshot then has the whole parameter"
-                        )
+                theirs = self._of(rank, until)
+                differ = [n for n, own in self._own.items() if n in theirs and theirs[n] != own]
+                if not differ:
+                    continue
+                name, own = differ[0], self._own[differ[0]]
+                said = (
+                    f"{what}: {name} {own[0]} of rank {dist.get_rank()} differs from that "
+                    f"of rank {rank}, {theirs[name][0]}, along the mesh axis {axis.name} "
+                    f"({axis.size} ranks), over which the model is not compiled. "
+                    f"{HOW_TO_MARK}: a snapshot then has the whole parameter"
+                )
+                if axis.name in TENSOR:
+                    return SnapshotError(said)
+                log.warning("zerofx: %s. If these are separate models, save each to its own", said)
+                break
         return None
 
-    def _of(self, rank: int) -> dict[str, list[object]]:
-        limit_s, key = timeout_s(), self._key(rank)
-        until = time.monotonic() + _PATIENCE * limit_s
+    def _of(self, rank: int, until: float) -> dict[str, list[object]]:
+        key = self._key(rank)
         with store_errors():
-            store = BoundedStore(default_store(), limit_s)
+            store = BoundedStore(default_store(), timeout_s())
             while not store.check([key]):
                 if time.monotonic() > until:
                     return {}

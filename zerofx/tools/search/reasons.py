@@ -154,7 +154,8 @@ def reasons(best: Outcome, priced: Iterable[Outcome], found: Iterable[Verdict]) 
         if not without:
             there = format_bytes(available_bytes(best.hardware))
             lines.append(
-                f"{axis} = {size} is needed: no plan without it fits in {there} per device."
+                f"{axis} = {size} is needed: no plan that was tried without it fits in {there} "
+                "per device."
             )
             continue
         other = min(without, key=lambda o: (o.step_us, o.choice.place))

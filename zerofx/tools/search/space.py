@@ -146,7 +146,7 @@ class Space:
     def plainest(self) -> Choice:
         """The largest micro-batch on one rank, with all activations kept and nothing offloaded."""
         outputs = self.base.outputs
-        if self.most_stages and "outputs" not in self.settled:
+        if self.has_axes and "outputs" not in self.settled:
             outputs = "loss"
         plan = Plan(precision=self.base.precision, kernels=self.base.kernels, outputs=outputs)
         return Choice(plan, self.largest, 1, False)
@@ -208,7 +208,7 @@ class Space:
             own["parallel"] = replace(parallel, micro_batches=accumulation).to_plain()
         elif parallel.is_used:
             own["parallel"] = parallel.to_plain()
-        if self.most_stages and "outputs" not in self.settled:
+        if self.has_axes and "outputs" not in self.settled:
             own["outputs"] = "loss"  # logits that were cut need not be put together
         for found in itertools.product(*values):
             fields = dict(zip((*axes, *rest), found, strict=True)) | own

@@ -46,6 +46,7 @@ class SearchView:
             f"{counts.refused} not valid",
             *([f"the first that is not valid: {self.found.refusal}"] if counts.refused else []),
             *self._left,
+            *self._without_outputs,
             *self.notes,
             "",
             f"{'step':>10} {self._rate:>10} {'device':>10} {'host':>10}  plan",
@@ -58,6 +59,13 @@ class SearchView:
         if self.reasons:
             lines += ["", *self.reasons]
         return "\n".join(lines)
+
+    @property
+    def _without_outputs(self) -> list[str]:
+        """What a model no longer returns, if the search has decided so."""
+        if self.plan.outputs == self.found.space.base.outputs:
+            return []
+        return ["outputs: loss (other results are not returned; --set outputs=all keeps them)"]
 
     @property
     def _left(self) -> list[str]:
