@@ -153,7 +153,7 @@ def test_slices_train_over_a_mesh_of_two_data_axes(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("kind", "plan", "make", "bound"),
     [
-        (Tied, {"stage": 3}, adamw, 1e-5),
+        (Tied, {"stage": 3}, sgd, 1e-6),
         slow(Gpt, {"stage": 3}, adamw, 1e-5),
         slow(Gpt, {"stage": 0}, sgd, 1e-6),
         slow(Gpt, {"stage": 1}, adamw, 1e-5),
