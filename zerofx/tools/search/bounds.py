@@ -12,6 +12,7 @@ one, plus one micro-batch through all ranks; the first rank holds P of them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +23,7 @@ from zerofx.analysis.memory.storage import Category
 from zerofx.analysis.time.forecast import forecast
 from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.timeline import Span, timeline
 from zerofx.errors import CaptureError, TargetError
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned
@@ -77,6 +79,9 @@ def _activations(choice: Choice) -> tuple[Any, str]:
     return choice.plan.activations, choice.plan.offload.activations
 
 
+# The least share that a micro-batch takes among others of what it takes by itself, if it waits for
+# values of other ranks: the next one fills some of the waits.
+ALONE_SHARE = 0.95
 NOTHING = Alone(0.0, 0.0, 0.0, 0.0)
 
 
@@ -187,9 +192,7 @@ class Bounds:
         compute = sum(s.task.us for s in spans if s.task.kind in ("region", "pack"))
         values = 0.0
         if program.plan.parallel.is_used:  # values of other ranks are waited for as well
-            lanes = (Lane.COMPUTE, Lane.VALUES)
-            own = [s for s in spans if s.task.graph != "step" and s.task.lane in lanes]
-            until = max((s.end_us for s in own), default=0.0)
+            until = ALONE_SHARE * _with_values_us(spans)
             values, compute = max(until - compute, 0.0), max(until, compute)
         copies = max(found.timeline.busy_us[lane] for lane in BESIDE)
         launches = found.timeline.busy_us[Lane.HOST]
@@ -314,3 +317,14 @@ def _most_held(memory: Memory) -> float:
             change[storage.birth] += storage.nbytes
             change[storage.death + 1] -= storage.nbytes
     return max(accumulate(change[time] for time in sorted(change)), default=0)
+
+
+def _with_values_us(spans: Sequence[Span]) -> float:
+    """Return the time of a micro-batch's compute and of its waits for values of other ranks.
+
+    Launches count as nothing: those of several micro-batches fill each other's waits.
+    """
+    free = [replace(s.task, us=0.0) if s.task.lane is Lane.HOST else s.task for s in spans]
+    lanes = (Lane.COMPUTE, Lane.VALUES)
+    own = (s for s in timeline(free).spans if s.task.graph != "step" and s.task.lane in lanes)
+    return max((s.end_us for s in own), default=0.0)

@@ -27,9 +27,10 @@ LEVELS = (1.0, 0.5, 0.25)
 MOST_PRICED = 24
 # Plans priced at most for a family of axes, to have one that fits to compare with.
 FAMILY_TRIES = 2
-# The same where axes are searched, of which a plan takes longer to price; of the whole memory, too.
-MOST_WITH_AXES = 4
+# Where axes are searched, a plan takes longer to price. So only the whole memory is looked at, and
+# so many plans of it; of each family of axes that has none that fits, so many bounds.
 MOST_OVER_AXES = 24
+FAMILY_LOOKS = 8
 
 
 @dataclass
@@ -77,15 +78,13 @@ class Search:
         if not choices:
             raise PlanError(f"search: no valid plan exists: {self.space.contradiction()}")
         limit = available_bytes(self.hardware)
-        for level in LEVELS:
+        for level in LEVELS[:1] if self.space.has_axes else LEVELS:
             memory = format_bytes(round(level * limit))
             self.says(
                 f"{counted(len(choices), 'plan')}: the fastest within {memory} per device", False
             )
-            whole, part = (
-                (MOST_OVER_AXES, MOST_WITH_AXES) if self.space.has_axes else (None, MOST_PRICED)
-            )
-            left_us = self.fastest_within(level * limit, choices, whole if level == 1.0 else part)
+            most = MOST_OVER_AXES if self.space.has_axes else None if level == 1.0 else MOST_PRICED
+            left_us = self.fastest_within(level * limit, choices, most)
             if level == 1.0:
                 self.least_left_us = left_us
         if self.space.has_axes:
@@ -120,7 +119,10 @@ class Search:
                     break
 
     def _most_promising(self, choices: Sequence[Choice], limit: float) -> Choice | None:
-        """Return the choice with the least closer bound on time that may fit, None if none may."""
+        """Return the choice with the least exact bound on time that may fit, None if none may.
+
+        After a number of bounds that grew, the one that is then the least is taken as it is.
+        """
 
         def could() -> list[Choice]:
             return [
@@ -131,11 +133,13 @@ class Search:
                 and c not in self.refused
             ]
 
+        looks = 0
         while left := could():
             first = min(left, key=lambda c: (self.bounded[c].step_us, c.place))
-            if first in self.exact:
+            if first in self.exact or looks == FAMILY_LOOKS:
                 return first
             self._next(first)
+            looks += 1
         return None
 
     def fastest_within(
