@@ -38,6 +38,7 @@ from zerofx.tools.words import counted
 # this many layers on, every two more layers add the same.
 SETTLED = 6
 STRIDE = 2
+MOST_SETTLED = 12  # no further numbers of layers are tried above it
 BEFORE_BUCKETS = "spill-activations"  # the last pass before the layout of parameters matters
 PLACED = "place"  # the last pass on the whole model, after which pipeline stages are cut
 CUT = "cut-stages"
@@ -144,6 +145,11 @@ class Family(ABC):
     @abstractmethod
     def extrapolated(self, values: tuple[float, ...]) -> float:
         """Return the value for all layers from those found at each of `lengths`."""
+
+    @property
+    def longer(self) -> Family | None:
+        """The same family with more layers to price from; None if there is none."""
+        return None
 
     @abstractmethod
     def slope(self, values: tuple[float, ...]) -> float:
@@ -352,6 +358,7 @@ class ModelFamily(Family):
     """
 
     target: Target = field(kw_only=True)
+    settled: int = SETTLED
     _programs: dict[tuple[int, int, str], Program] = field(default_factory=dict)
 
     @property
@@ -379,10 +386,20 @@ class ModelFamily(Family):
 
         All layers together meet a budget, so that fewer layers do not tell.
         """
-        short = SETTLED + (self.layers - SETTLED) % STRIDE
+        short = self.settled + (self.layers - self.settled) % STRIDE
         is_short = self.layers <= short + STRIDE
         has_budget = self.plan.memory_budget is not None or self.plan.host_budget is not None
         return (self.layers,) if is_short or has_budget else (short, short + STRIDE)
+
+    @cached_property
+    def longer(self) -> Family | None:
+        """The same model, priced from more layers; None if all are priced already."""
+        if len(self.lengths) == 1 or self.settled > MOST_SETTLED:
+            return None
+        return ModelFamily(
+            self.plan, self.loop, self.says, target=self.target,
+            settled=self.settled + 2 * STRIDE, _programs=self._programs,
+        )  # fmt: skip
 
     def extrapolated(self, values: tuple[float, ...]) -> float:
         """Return the value for all layers from those found at each of `lengths`."""

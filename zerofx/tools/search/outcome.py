@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, memory
@@ -22,6 +23,7 @@ from zerofx.analysis.time.pipelines import (
 )
 from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.steps import Lane
+from zerofx.errors import PlanError
 from zerofx.hardware import Hardware
 from zerofx.ir.program import Loop, Planned, Wire
 from zerofx.passes.order import Setting
@@ -141,9 +143,28 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
     )
     programs = family.finished(choice.samples, setting, choice.shape)
     found = [_looped(choice, program, hardware, family.loop) for program in programs]
+    if _shrinks(found):
+        if family.longer is not None:  # so few layers do not show what many need
+            return outcome(choice, family.longer, hardware, world_size)
+        raise _unsteady(choice)
     names = dict.fromkeys(name for figures in found for name in figures)
     figures = {n: family.extrapolated(tuple(f.get(n, 0.0) for f in found)) for n in names}
     return Outcome(choice, hardware, world_size, family.tokens, figures)
+
+
+_TIERS = ("peak_bytes", "host_bytes", "nvme_bytes")
+
+
+def _shrinks(found: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether more layers need less memory of some tier, from the fewest to the most."""
+    return any(longer[n] < short[n] for n in _TIERS for short, longer in pairwise(found))
+
+
+def _unsteady(choice: Choice) -> PlanError:
+    return PlanError(
+        f"the memory of {choice.words()} does not grow steadily with the number of layers, so that "
+        "it cannot be told from a few. Use zerofx predict"
+    )
 
 
 def _looped(
@@ -193,6 +214,8 @@ def _of_pipeline(
     wires: dict[Wire, float] = {}
     for kind in family.ranks(choice.samples, setting, choice.shape, num):
         found = [_of_rank(programs, prices, num, family.loop) for programs in kind.variants]
+        if _shrinks(found):
+            raise _unsteady(choice)
         names = dict.fromkeys(name for figures in found for name in figures)
         figures = {n: kind.extrapolated(tuple(f.get(n, 0.0) for f in found)) for n in names}
         of_rank |= dict.fromkeys(kind.positions, figures)
