@@ -48,11 +48,16 @@ def numbers(found: dict[str, Any], *kinds: str) -> Logged:
 
 
 def check_equal(found: dict[str, Any], wanted: dict[str, Any], first: int = 0) -> None:
-    """Compare what was logged after step `first`, and the weights at the end, tensor by tensor."""
+    """Compare what was logged after step `first`, and the weights at the end."""
     mine, theirs = numbers(found), numbers(wanted)
     assert mine.keys() == {key for key in theirs if key[0] > first}
     for key, value in mine.items():
         assert value == pytest.approx(theirs[key], rel=1e-6, abs=1e-12), key
+    check_weights(found, wanted)
+
+
+def check_weights(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Compare the weights at the end, tensor by tensor."""
     assert found["weights"].keys() == wanted["weights"].keys()
     for name, values in wanted["weights"].items():
         there, own = (_with_gradient(name, each) for each in (values, found["weights"][name]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -92,6 +93,28 @@ def run_whole(
         return runner.run(*given), runner.kept
 
 
+def on_threads(ranks: int, meeting: Meeting, body: Callable[[int], Any]) -> list[Any]:
+    """Run `body(rank)` on a thread each; return what each gives, or raise the first real error."""
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank)
+        except BaseException as error:
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise min(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError))
+    return results
+
+
 def run_ranks(
     gm: fx.GraphModule, given: list[list[Tensor]], zigzag: bool = False
 ) -> tuple[list[Any], list[dict[fx.Node, Any]]]:
@@ -100,28 +123,15 @@ def run_ranks(
         mesh=replace(Mesh.of(shard=len(given), context=len(given)), zigzag=zigzag)
     )
     meeting = Meeting(len(given))
-    results: list[Any] = [None] * len(given)
-    kept: list[Any] = [None] * len(given)
-    errors: list[BaseException] = []
 
-    def body(rank: int) -> None:
+    def body(rank: int) -> Any:
         axis = ThreadAxis(rank, meeting)
         world = SimpleNamespace(axis=lambda name: axis)
         engine = SimpleNamespace(world=world, layout=layout, wait=lambda flight: flight.wait())
-        try:
-            results[rank], kept[rank] = run_whole(gm, given[rank], engine)
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+        return run_whole(gm, given[rank], engine)
 
-    threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(given))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise min(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError))
-    return results, kept
+    results, kept = zip(*on_threads(len(given), meeting, body), strict=True)
+    return list(results), list(kept)
 
 
 def together(values: list[Any], lies: Any, zigzag: bool = False) -> Any:

@@ -36,9 +36,9 @@ PLAIN: dict[str, Any] = {"offload": "none", "tiling": "off", "bucket_bytes": Non
 
 def llama(layers: int, batch: int = 1, seq: int = 256, **config: Any) -> Target:
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "vocab_size": 1000}
+    sizes["num_attention_heads"] = 8
     made = LlamaConfig(
-        **(sizes | config), num_hidden_layers=layers, num_attention_heads=8,
-        num_key_value_heads=8, use_cache=False,
+        **(sizes | config), num_hidden_layers=layers, num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
         model = LlamaForCausalLM(made).train()
@@ -114,6 +114,24 @@ def test_pruning_over_all_axes_finds_the_winner_of_pricing_every_plan() -> None:
         bound = search.bounds.rough(each.choice)
         assert bound.step_us <= each.step_us * (1 + 1e-6), each.choice.words()
         assert bound.peak_bytes <= each.peak_bytes, each.choice.words()
+
+
+@pytest.mark.slow
+def test_memory_that_shrinks_with_more_layers_is_priced_from_more_of_them() -> None:
+    """Six layers of 70 B need more slots than eight; for 80 that would be -22.7 GiB."""
+    target = llama(
+        80, seq=4096, hidden_size=8192, intermediate_size=28672, vocab_size=128256,
+        num_attention_heads=64,
+    )  # fmt: skip
+    offload = {"parameters": "cpu", "optimizer": "cpu"}
+    plan = Plan(
+        stage=3, precision="bf16", kernels="aten", outputs="loss", activations="recompute",
+        parallel={"context": 2}, offload=offload,
+    )  # fmt: skip
+    family = ModelFamily(plan, target=target)
+    found = outcome(Choice(plan, 4, 4, False), family, HARDWARE, 64)
+    assert family.longer is not None and family.longer.lengths > family.lengths
+    assert found.peak_bytes > 2**35
 
 
 def test_a_batch_smaller_than_the_world_shares_samples() -> None:

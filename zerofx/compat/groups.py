@@ -103,7 +103,9 @@ def _operator(op: Any) -> str:
     for name, functional in names.items():
         if op == getattr(ReduceOp, name):
             return functional
-    raise NotImplementedError(f"{getattr(op, 'op', op)} has no functional collective")
+    raise NotImplementedError(
+        f"{getattr(op, 'op', op)} has no functional collective. Use one of {', '.join(names)}"
+    )
 
 
 def _wait(value: torch.Tensor) -> torch.Tensor:

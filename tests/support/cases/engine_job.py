@@ -145,6 +145,10 @@ class Engine:
     def save(self, path: Path) -> None:
         self._engine.save_checkpoint(str(path), client_state={"update": SAVED})
 
+    def counts(self) -> list[int]:
+        own = self._engine
+        return [own.global_steps, own.micro_steps, own.skipped_steps, own.global_samples]
+
     def weights(self) -> dict[str, Tensor]:
         if self._is_ours:
             return dict(self._engine.module.state_dict())
@@ -178,10 +182,11 @@ def trained(run: Run, out: Path) -> dict[str, Any]:
         if step % 5 == 0:
             with torch.no_grad():
                 logged[-1]["eval_loss"] = mean([subject.evaluate(part) for part in own.split(4)])
-        if step == SAVED and run.resume is None and run.kind == "ours":
+        if step == SAVED and run.resume is None and run.kind != "plain":
             subject.save(out / run.name)
     weights = {name: value.tolist() for name, value in subject.weights().items()}
-    return {"logged": logged, "weights": weights}
+    found = {"logged": logged, "weights": weights}
+    return found if run.kind == "plain" else {**found, "counts": subject.counts()}
 
 
 def main(out: Path, runs: list[Run]) -> None:

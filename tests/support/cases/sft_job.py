@@ -1,9 +1,8 @@
 """One rank of TRL's SFTTrainer on a model of transformers, plain or compiled.
 
-    torchrun --nproc-per-node 2 sft_job.py OUT KIND [packed]        # KIND: plain, ours
+    torchrun --nproc-per-node 2 sft_job.py OUT RUN [RUN ...]
 
-packed: rows are packed by TRL. Writes losses and gradient norms by step, and the weights' sum, to
-OUT/<kind>.json.
+A RUN is the JSON of a `Run`. Writes what each has logged to OUT/<name>.json.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,16 @@ class ShardedSFTTrainer(ours.TrainerMixin, trl.SFTTrainer):  # as in docs/from-t
     pass
 
 
-def main(out: Path, kind: str, is_packed: bool) -> None:
+@dataclass
+class Run:
+    """kind: "plain" or "ours". is_packed: TRL packs several rows into one."""
+
+    name: str
+    kind: str
+    is_packed: bool
+
+
+def trained(run: Run, out: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": 32}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -36,14 +45,15 @@ def main(out: Path, kind: str, is_packed: bool) -> None:
     texts = [f"the {n} of {m} is a test" for n in ("cat", "dog", "ox", "emu") for m in "abcdefgh"]
     rows = [{"text": text} for text in texts]
     arguments = trl.SFTConfig(
-        str(out / kind), max_steps=10, logging_steps=1, per_device_train_batch_size=4,
+        str(out / run.name), max_steps=10, logging_steps=1, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=1e-2, max_grad_norm=0.5, report_to=[],
         save_strategy="no", use_cpu=True, bf16=False, fp16=False, disable_tqdm=True, seed=1,
-        gradient_checkpointing=False, max_length=32, packing=is_packed, packing_strategy="wrapped",
+        gradient_checkpointing=False, max_length=32, packing=run.is_packed,
+        packing_strategy="wrapped",
     )  # fmt: skip
     more: dict[str, Any] = {}
     cls: Any = trl.SFTTrainer
-    if kind == "ours":
+    if run.kind == "ours":
         cls, more = ShardedSFTTrainer, {
             "plan": zerofx.Plan(stage=3, kernels="aten", differentiate="all")
         }  # fmt: skip
@@ -57,11 +67,16 @@ def main(out: Path, kind: str, is_packed: bool) -> None:
         for entry in trainer.state.log_history
         if "loss" in entry
     ]
-    weights = sum(v.double().abs().sum() for v in trainer.accelerator.get_state_dict(
-        trainer.model_wrapped).values())  # fmt: skip
-    if int(os.environ["RANK"]) == 0:
-        (out / f"{kind}.json").write_text(json.dumps({"logged": logged, "weights": float(weights)}))
+    state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    return {"logged": logged, "weights": {name: value.tolist() for name, value in state.items()}}
+
+
+def main(out: Path, runs: list[Run]) -> None:
+    for run in runs:
+        found = trained(run, out)
+        if int(os.environ["RANK"]) == 0:
+            (out / f"{run.name}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], "packed" in sys.argv[3:])
+    main(Path(sys.argv[1]), [Run(**json.loads(text)) for text in sys.argv[2:]])

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed_ranks import Meeting, ThreadAxis
+from placed_ranks import Meeting, ThreadAxis, on_threads
 from torch import Tensor
 
 from zerofx.layout.placements import Cut, join, part
@@ -22,24 +21,11 @@ def on_ranks(ranks: int, body: Any) -> tuple[list[Any], list[int]]:
     """Run `body(engine, rank)` on threads; return what each gives, and the bytes that it sent."""
     meeting = Meeting(ranks)
     axes = [ThreadAxis(rank, meeting) for rank in range(ranks)]
-    results: list[Any] = [None] * ranks
-    errors: list[BaseException] = []
 
-    def run(rank: int) -> None:
-        world = SimpleNamespace(axis=lambda name: axes[rank])
-        try:
-            results[rank] = body(SimpleNamespace(world=world), rank)
-        except BaseException as error:
-            errors.append(error)
-            meeting.barrier.abort()
+    def run(rank: int) -> Any:
+        return body(SimpleNamespace(world=SimpleNamespace(axis=lambda name: axes[rank])), rank)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise min(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError))
+    results = on_threads(ranks, meeting, run)
     return results, [sum(axis.sent) for axis in axes]
 
 

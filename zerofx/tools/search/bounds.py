@@ -54,7 +54,6 @@ class Alone:
     launches_us: float  # of the host
     layer_us: float = 0.0  # of the compute, for each layer
     layer_bytes: float = 0.0  # of the activations
-    values_us: float = 0.0  # of the compute, in which other ranks' values are waited for
 
     def part(self, share: float) -> Alone:
         """Return the least of a smaller micro-batch, of this share of the samples."""
@@ -141,7 +140,7 @@ class Bounds:
             return Bound(0.0, self._peak_bytes(choice, NOTHING), "compute")
         found = most.part(choice.samples / samples)
         if not self._rates_grow and samples != choice.samples:
-            found = replace(found, compute_us=0.0, layer_us=0.0, values_us=0.0)
+            found = replace(found, compute_us=0.0, layer_us=0.0)
         if (activations, tier) != _activations(choice):
             found = replace(found, activation_bytes=0.0, layer_bytes=0.0)
         return self._bound(choice, replace(found, launches_us=0.0))
@@ -179,24 +178,22 @@ class Bounds:
             programs = self.family.finished(samples, setting, key)
             found = [self._alone_in(program) for program in programs]
             columns = list(zip(*found, strict=True))
-            compute, activations, copies, launches, values = map(self.family.extrapolated, columns)
+            compute, activations, copies, launches = map(self.family.extrapolated, columns)
             self._alone[key] = Alone(
                 compute, activations, copies, launches,
-                self.family.slope(columns[0]), self.family.slope(columns[1]), values,
+                self.family.slope(columns[0]), self.family.slope(columns[1]),
             )  # fmt: skip
         return self._alone[key]
 
-    def _alone_in(self, program: Planned) -> tuple[float, float, float, float, float]:
+    def _alone_in(self, program: Planned) -> tuple[float, float, float, float]:
         found = forecast(program, self.hardware)
         spans = found.timeline.spans
         compute = sum(s.task.us for s in spans if s.task.kind in ("region", "pack"))
-        values = 0.0
         if program.plan.parallel.is_used:  # values of other ranks are waited for as well
-            until = ALONE_SHARE * _with_values_us(spans)
-            values, compute = max(until - compute, 0.0), max(until, compute)
+            compute = max(compute, ALONE_SHARE * _with_values_us(spans))
         copies = max(found.timeline.busy_us[lane] for lane in BESIDE)
         launches = found.timeline.busy_us[Lane.HOST]
-        return compute, _most_held(found.memory), copies, launches, values
+        return compute, _most_held(found.memory), copies, launches
 
     # -- time -------------------------------------------------------------------------------
     def _lanes(self, choice: Choice, alone: Alone) -> dict[str, float]:

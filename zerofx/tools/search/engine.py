@@ -25,10 +25,8 @@ LEVELS = (1.0, 0.5, 0.25)
 # Plans priced at most for each smaller part, for which bounds on memory are loose. The search for
 # the fastest plan of the whole memory has no limit, unless axes are searched.
 MOST_PRICED = 24
-# Plans priced at most for a family of axes, to have one that fits to compare with.
-FAMILY_TRIES = 1
 # Where axes are searched, a plan takes longer to price. So only the whole memory is looked at, and
-# so many plans of it; of each family of axes that has none that fits, so many bounds.
+# so many plans of it. A family of axes that has none that fits gets one, after so many bounds.
 MOST_OVER_AXES = 16
 FAMILY_LOOKS = 8
 
@@ -112,11 +110,8 @@ class Search:
             if name not in known and choice not in self.priced and choice not in self.refused:
                 waiting.setdefault(name, []).append(choice)
         for own in waiting.values():
-            for _ in range(FAMILY_TRIES):
-                first = self._most_promising(own, limit)
-                found = None if first is None else self.price(first)
-                if first is None or (found is not None and found.fits):
-                    break
+            if (first := self._most_promising(own, limit)) is not None:
+                self.price(first)
 
     def _most_promising(self, choices: Sequence[Choice], limit: float) -> Choice | None:
         """Return the choice with the least exact bound on time that may fit, None if none may.
