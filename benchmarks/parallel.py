@@ -1,21 +1,31 @@
-"""A transformers Llama on two ranks, compared with torch's own tensor and pipeline parallelism.
+"""A transformers Llama on 2 and 4 ranks, compared with torch's own parallelism over FSDP2.
 
-    python -m benchmarks.parallel                      # ATen, eager against eager
-    python -m benchmarks.parallel --kernels inductor
+    python -m benchmarks.parallel                                  # ATen, eager against eager
+    python -m benchmarks.parallel --kernels inductor --axes tensor
+    python -m benchmarks.parallel --axes deepspeed                 # where DeepSpeed is installed
 
-tensor, sequence: both cut the same layers, embedding and head included: zerofx with the model's own
-    plan, torch with `parallelize_module`. pipeline: both have half of the layers on each rank and
-    run 1F1B, torch with `torch.distributed.pipelining` over halves that were written by hand.
+tensor, sequence (2 ranks): both cut the same layers, embedding and head included: zerofx with the
+    model's own plan, torch with `parallelize_module`.
+pipeline (2 ranks): both have the same layers on each rank and run 1F1B, torch with
+    `torch.distributed.pipelining` over halves that were written by hand.
+tensor-data, sequence-data, pipeline-data (4 ranks): the same with two data ranks, where torch's
+    modules are wrapped by `fully_shard`. zerofx is at stage 3. In pipelines parameters stay
+    gathered during a step: `reshard_after_forward=False`, and stage 2.
+deepspeed (2 ranks): DeepSpeed's pipeline engine instead of torch's, over the same halves, layer by
+    layer.
 
 Both run in the same processes and take turns, one step each; ratios are medians over the turns.
-torch's foreach optimizers do not accept plain parameters next to cut ones, so both step with the
-for-loop implementation. Peaks are measured in separate processes, with zerofx's prediction, on the
-rank that has more. Losses must agree to 1e-4 before anything counts.
+On fewer cores than ranks, read the CPU-seconds. torch's foreach optimizers do not accept plain
+parameters next to cut ones, so both step with the for-loop implementation. Peaks are measured in
+separate processes, with zerofx's prediction, on the rank that has more. Losses must agree to 1e-4
+before anything counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import tempfile
 from typing import Any
 
@@ -23,12 +33,15 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     parallelize_module,
 )
 
@@ -41,7 +54,11 @@ from zerofx.capture.units import find_units
 from zerofx.passes.cut_stages import unit_positions
 
 AGREEMENT, VOCAB = 1e-4, 4096
-AXES = ("tensor", "sequence", "pipeline")
+WORLDS = {
+    "tensor": 2, "sequence": 2, "pipeline": 2,
+    "tensor-data": 4, "sequence-data": 4, "pipeline-data": 4, "deepspeed": 2,
+}  # fmt: skip
+BY_DEFAULT = [axis for axis in WORLDS if axis != "deepspeed"]
 
 
 def llama(width: int, layers: int) -> nn.Module:
@@ -56,19 +73,41 @@ def llama(width: int, layers: int) -> nn.Module:
     )  # fmt: skip
 
 
-def by_torch(model: Any) -> nn.Module:
-    """Cut the layers according to transformers' plan for Llama."""
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+def by_torch(model: Any, mesh: DeviceMesh, is_sequence: bool) -> nn.Module:
+    """Cut the layers according to transformers' plan for Llama, and norms along the sequence."""
     columns = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"]
     columns += ["mlp.gate_proj", "mlp.up_proj"]
+    part: Any = Shard(1) if is_sequence else Replicate()
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        plan[name] = RowwiseParallel(output_layouts=part)
+    if is_sequence:
+        plan |= {"input_layernorm": SequenceParallel()}
+        plan |= {"post_attention_layernorm": SequenceParallel()}
+        plan["self_attn"] = PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": part},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()},
+        )
+        plan["mlp"] = PrepareModuleInput(
+            input_layouts=(part,), desired_input_layouts=(Replicate(),)
+        )
     for layer in model.model.layers:
         parallelize_module(layer, mesh, plan)
-    whole: Any = {"input_layouts": Replicate()}
-    parallelize_module(model.model, mesh, {"embed_tokens": RowwiseParallel(**whole)})
-    parallelize_module(model, mesh, {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+    table = RowwiseParallel(input_layouts=Replicate(), output_layouts=part)
+    inner: dict[str, Any] = {"embed_tokens": table}
+    if is_sequence:
+        inner["norm"] = SequenceParallel()
+    parallelize_module(model.model, mesh, inner)
+    head = ColwiseParallel(input_layouts=part, output_layouts=Replicate())
+    parallelize_module(model, mesh, {"lm_head": head})
     return model  # type: ignore[no-any-return]
+
+
+def shard(model: nn.Module, layers: Any, mesh: DeviceMesh, is_freed: bool) -> None:
+    """Wrap each layer and the rest by FSDP2; is_freed: backward gathers them again."""
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=is_freed)
+    fully_shard(model, mesh=mesh, reshard_after_forward=is_freed)
 
 
 class Half(nn.Module):
@@ -81,7 +120,8 @@ class Half(nn.Module):
         own = range(middle) if position == 0 else range(middle, count)
         self.embed = inner.embed_tokens if position == 0 else None
         self.layers = nn.ModuleList(inner.layers[i] for i in own)
-        self.norm, self.head = (inner.norm, model.lm_head) if position == 1 else (None, None)
+        self.norm: Any = inner.norm if position == 1 else None
+        self.head: Any = model.lm_head if position == 1 else None
         self.rotary = inner.rotary_emb
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,57 +151,162 @@ def next_token_loss(logits: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
-class Trainee:
-    """One of the two systems, with its optimizer."""
+class Piece(nn.Module):
+    """One layer of DeepSpeed's list: the embedding, a decoder layer, or the norm and the head."""
 
-    def __init__(self, system: str, options: argparse.Namespace) -> None:
-        model, self.rank = llama(options.width, options.layers), dist.get_rank()
-        self.schedule: Any = None
-        if system == "zerofx":
-            parallel: dict[str, Any] = {"tensor": 2, "sequence": options.axis == "sequence"}
-            if options.axis == "pipeline":
-                parallel = {"pipeline": 2, "micro_batches": options.rows}
-            plan = {"stage": 0, "kernels": options.kernels, "parallel": parallel}
-            self.model: Any = zerofx.compile(model, plan)
-        elif options.axis == "pipeline":
-            self.model = Half(model, self.rank)
-            stage = PipelineStage(self.model, self.rank, 2, torch.device("cpu"))
-            self.schedule = Schedule1F1B(stage, options.rows, loss_fn=next_token_loss)
-        else:
-            self.model = by_torch(model)
+    def __init__(self, model: Any, index: int) -> None:
+        super().__init__()
+        inner, count = model.model, len(model.model.layers)
+        self.embed = inner.embed_tokens if index == 0 else None
+        self.layer = inner.layers[index - 1] if 1 <= index <= count else None
+        self.norm: Any = inner.norm if index > count else None
+        self.head: Any = model.lm_head if index > count else None
+        self.rotary = inner.rotary_emb
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.embed is not None:
+            return self.embed(x)  # type: ignore[no-any-return]
+        if self.layer is not None:
+            places = torch.arange(x.shape[1])[None]
+            table = self.rotary(x, places)
+            out: Tensor = self.layer(x, position_ids=places, position_embeddings=table)
+            return out
+        found: Tensor = self.head(self.norm(x))
+        return found
+
+
+class ByZerofx:
+    """zerofx's side of an axis."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        axis, _, data = options.axis.partition("-")
+        parallel: dict[str, Any] = {"tensor": 2, "sequence": axis == "sequence"}
+        stage = 3 if data else 0
+        if axis in ("pipeline", "deepspeed"):
+            parallel = {"pipeline": 2, "micro_batches": options.rows}
+            stage = 2 if data else 0
+        plan = {"stage": stage, "kernels": options.kernels, "parallel": parallel}
+        self.model: Any = zerofx.compile(llama(options.width, options.layers), plan)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
-        self.rows, self.length = options.rows, options.length
+        self.data_rank, self.options = self.model.zerofx.data_rank, options
 
     def step(self, number: int) -> float:
-        draw = torch.Generator().manual_seed(number)
-        ids: Tensor = torch.randint(0, VOCAB, (self.rows, self.length), generator=draw)
-        if self.schedule is not None:
-            loss = self._scheduled(ids)
-        else:
-            found = self.model(input_ids=ids, labels=ids).loss
-            found.backward()
-            loss = float(found)
+        ids = batch(self.options, number, self.data_rank)
+        loss = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss
+        return float(loss.detach())
 
-    def _scheduled(self, ids: Tensor) -> float:
-        """Run torch's schedule; return the mean loss, which only its last stage has."""
+
+class ByTorch:
+    """torch's tensor parallelism, with FSDP2 over the data ranks."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        axis, _, data = options.axis.partition("-")
+        mesh = init_device_mesh("cpu", (options.world // 2, 2), mesh_dim_names=("data", "tensor"))
+        model: Any = llama(options.width, options.layers)
+        self.model = by_torch(model, mesh["tensor"], axis == "sequence")
+        if data:
+            shard(self.model, model.model.layers, mesh["data"], True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+        self.data_rank, self.options = mesh.get_local_rank("data"), options
+
+    def step(self, number: int) -> float:
+        ids = batch(self.options, number, self.data_rank)
+        # positions are those of the whole sequence; the model would count those of its part
+        places = torch.arange(ids.shape[1])[None]
+        loss = self.model(input_ids=ids, labels=ids, position_ids=places).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss.detach())
+
+
+class ByTorchPipeline:
+    """torch's 1F1B over two halves, with FSDP2 over the data ranks."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        sizes = (2, options.world // 2)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pipeline", "data"))
+        self.group, self.place = mesh.get_group("pipeline"), mesh.get_local_rank("pipeline")
+        self.model: Any = Half(llama(options.width, options.layers), self.place)
+        if "-data" in options.axis:
+            shard(self.model, self.model.layers, mesh["data"], False)
+        device = torch.device("cpu")
+        stage = PipelineStage(self.model, self.place, 2, device, group=self.group)
+        self.schedule = Schedule1F1B(stage, options.rows, loss_fn=next_token_loss)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+        self.data_rank, self.options = mesh.get_local_rank("data"), options
+
+    def step(self, number: int) -> float:
+        ids = batch(self.options, number, self.data_rank)
         losses: list[Tensor] = []
-        if self.rank == 0:
+        if self.place == 0:
             self.schedule.step(ids)
         else:
             self.schedule.step(target=ids, losses=losses)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         mean = torch.stack(losses).mean() if losses else torch.zeros(())
-        dist.broadcast(mean, 1)
+        dist.broadcast(mean, group=self.group, group_src=1)
         return float(mean)
+
+
+class ByDeepSpeed:
+    """DeepSpeed's pipeline engine over the same layers, cut where zerofx cuts."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "LOCAL_SIZE": str(dist.get_world_size())}
+        deepspeed: Any = importlib.import_module("deepspeed")
+        pipe: Any = importlib.import_module("deepspeed.pipe")
+        deepspeed.init_distributed("gloo", dist_init_required=False)
+        model = llama(options.width, options.layers)
+        first = starts(model) + 1
+        pieces = [Piece(model, index) for index in range(options.layers + 2)]
+
+        class Cut(pipe.PipelineModule):  # type: ignore[misc]
+            def _partition_layers(self, method: str = "") -> None:
+                self.parts = [0, first, len(pieces)]
+                own = self._topo.get_coord(self.global_rank).pipe
+                self._set_bounds(start=self.parts[own], stop=self.parts[own + 1])
+
+        net = Cut(layers=pieces, num_stages=2, loss_fn=next_token_loss)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, foreach=False)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": options.rows,
+            "steps_per_print": 10**9,
+        }
+        self.engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config)
+        self.options = options
+
+    def step(self, number: int) -> float:
+        ids = batch(self.options, number, 0)
+        rows = iter([(row, row) for row in ids.split(1)])
+        return float(self.engine.train_batch(data_iter=rows))
+
+
+PEERS = {"pipeline": ByTorchPipeline, "pipeline-data": ByTorchPipeline, "deepspeed": ByDeepSpeed}
+NAMES = ("zerofx", "peer")
+
+
+def trainee(system: str, options: argparse.Namespace) -> Any:
+    """Return one of the two systems, with its optimizer."""
+    return (ByZerofx if system == "zerofx" else PEERS.get(options.axis, ByTorch))(options)
+
+
+def batch(options: argparse.Namespace, number: int, data_rank: int) -> Tensor:
+    """Return the tokens that a data rank reads in a step."""
+    draw = torch.Generator().manual_seed(1000 * number + data_rank)
+    return torch.randint(0, VOCAB, (options.rows, options.length), generator=draw)
 
 
 def compare(rank: int, options: argparse.Namespace, folder: str) -> None:
     """Write the medians of both on rank 0."""
-    join(rank, folder, "compare")
-    trainees = {system: Trainee(system, options) for system in ("zerofx", "torch")}
-    row = turns.compare(trainees, options.turns, AGREEMENT)
+    join(rank, folder, "compare", options.world)
+    row = turns.compare({n: trainee(n, options) for n in NAMES}, options.turns, AGREEMENT)
     if rank == 0:
         torch.save(row, f"{folder}/compared")
     dist.destroy_process_group()
@@ -169,12 +314,12 @@ def compare(rank: int, options: argparse.Namespace, folder: str) -> None:
 
 def weigh(rank: int, system: str, options: argparse.Namespace, folder: str) -> None:
     """Write the peak of a step on each rank, and its prediction."""
-    join(rank, folder, system)
-    trainee, peak = turns.peak_bytes(lambda: Trainee(system, options))
+    join(rank, folder, system, options.world)
+    made, peak = turns.peak_bytes(lambda: trainee(system, options))
     predicted = 0
     if system == "zerofx":
         basis = "aten" if options.kernels == "aten" else "compiled"
-        predicted = trainee.model.programs[0].memory(basis=basis).peak_bytes
+        predicted = made.model.programs[0].memory(basis=basis).peak_bytes
     torch.save((peak, predicted), f"{folder}/{system}-{rank}.bytes")
     dist.destroy_process_group()
 
@@ -182,24 +327,26 @@ def weigh(rank: int, system: str, options: argparse.Namespace, folder: str) -> N
 COLUMNS = [
     Column("kernels", "kernels"),
     Column("axis", "over"),
+    Column("ranks", "ranks"),
     Column("wall_ms", "step ms", "{:.1f}"),
-    Column("wall", "x torch", "{:.3f}"),
+    Column("wall", "x peer", "{:.3f}"),
     Column("cpu", "CPU x", "{:.3f}"),
     Column("peak_mib", "peak MiB", "{:.1f}"),
-    Column("peak", "x torch", "{:.3f}"),
+    Column("peak", "x peer", "{:.3f}"),
     Column("predicted", "x predicted", "{:.4f}"),
 ]
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
+    ranks = range(options.world)
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(compare, (options, folder), 2)  # type: ignore[no-untyped-call]
-        for system in ("zerofx", "torch"):
-            mp.spawn(weigh, (system, options, folder), 2)  # type: ignore[no-untyped-call]
+        mp.spawn(compare, (options, folder), len(ranks))  # type: ignore[no-untyped-call]
+        for system in NAMES:
+            mp.spawn(weigh, (system, options, folder), len(ranks))  # type: ignore[no-untyped-call]
         row: dict[str, Any] = torch.load(f"{folder}/compared")
-        ours, predicted = max(torch.load(f"{folder}/zerofx-{rank}.bytes") for rank in range(2))
-        theirs, _ = max(torch.load(f"{folder}/torch-{rank}.bytes") for rank in range(2))
-    row |= {"kernels": options.kernels, "axis": options.axis}
+        ours, predicted = max(torch.load(f"{folder}/zerofx-{rank}.bytes") for rank in ranks)
+        theirs, _ = max(torch.load(f"{folder}/peer-{rank}.bytes") for rank in ranks)
+    row |= {"kernels": options.kernels, "axis": options.axis, "ranks": options.world}
     row |= {"peak_mib": ours / 2**20, "peak": ours / theirs, "predicted": ours / predicted}
     return row
 
@@ -213,11 +360,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--axes", default=list(AXES), nargs="+", choices=AXES)
+    parser.add_argument("--axes", default=BY_DEFAULT, nargs="+", choices=[*WORLDS])
     options = parser.parse_args()
-    given = vars(options)
-    rows = [measured(argparse.Namespace(**given | {"axis": axis})) for axis in options.axes]
-    finish("parallel", COLUMNS, rows, options)
+    if "deepspeed" in options.axes and importlib.util.find_spec("deepspeed") is None:
+        parser.error("--axes deepspeed: DeepSpeed is not installed here")
+    cells = [vars(options) | {"axis": axis, "world": WORLDS[axis]} for axis in options.axes]
+    finish("parallel", COLUMNS, [measured(argparse.Namespace(**cell)) for cell in cells], options)
 
 
 if __name__ == "__main__":

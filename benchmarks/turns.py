@@ -1,4 +1,4 @@
-"""Two systems that take turns on the same two ranks, step by step, and are compared in pairs."""
+"""Two systems that take turns on the same ranks, step by step, and are compared in pairs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Steps(Protocol):
 _S = TypeVar("_S", bound=Steps)
 
 
-def join(rank: int, folder: str, job: str) -> None:
-    """Make this process one of two ranks over gloo, with one thread."""
+def join(rank: int, folder: str, job: str, world_size: int = 2) -> None:
+    """Make this process one of the ranks over gloo, with one thread."""
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/{job}", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    store = dist.FileStore(f"{folder}/{job}", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 
 def compare(trainees: Mapping[str, Steps], turns: int, agreement: float) -> dict[str, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib
 import logging
 import warnings
 from typing import Any
@@ -656,8 +657,14 @@ class Unrolled(nn.Module):
         return self.out(state).square().mean()
 
 
-def test_a_long_loop_is_named_with_the_island_that_avoids_it() -> None:
-    x = torch.randn(600, 2, 4)
+def test_a_long_loop_is_named_with_the_island_that_avoids_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As many operators as are named otherwise take a minute to capture."""
+    module = importlib.import_module("zerofx.capture.capture")  # not the function
+    monkeypatch.setattr(module, "MANY_OPERATORS", 300)
+    monkeypatch.setattr(module, "MANY_OF_A_LINE", 60)
+    x = torch.randn(60, 2, 4)
     with pytest.warns(UserWarning, match="captured iteration by iteration") as found:
         zerofx.capture(Unrolled(), (x,))
     (said,) = [str(w.message) for w in found if "iteration" in str(w.message)]
