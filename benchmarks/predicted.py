@@ -3,6 +3,11 @@
     zerofx doctor --calibrate --out mine.yaml
     python -m benchmarks.predicted --hardware mine.yaml              # 48 cells, 5 rounds
     python -m benchmarks.predicted --hardware mine.yaml --only gpt2 --kernels aten
+    python -m benchmarks.predicted --hardware mine.yaml --axes tensor sequence context pipeline
+
+The last command has the axes of `Plan.parallel` for two models at stages 1 and 3, on 2 ranks and,
+with 2 data ranks, on 4. Where there are fewer cores than ranks, what counts is CPU seconds, all
+ranks together: predicted as what the lanes of all ranks are busy.
 
 All cells of a world run in one group of processes (gloo, one thread each) and take turns, so that a
 temporary slowdown of the machine affects all of them. A cell's time is the median over rounds of
@@ -28,6 +33,14 @@ from benchmarks.report import Column, finish
 
 PROMISED = 0.15
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2)
+MICRO_BATCHES = 4
+AXES: dict[str, dict[str, Any]] = {
+    "data": {},
+    "tensor": {"tensor": 2},
+    "sequence": {"tensor": 2, "sequence": True},
+    "context": {"context": 2},
+    "pipeline": {"pipeline": 2, "micro_batches": MICRO_BATCHES},
+}
 WARMUP_STEPS = 3
 QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
 
@@ -40,14 +53,21 @@ class Cell:
     stage: int
     world: int
     kernels: str
+    axis: str = "data"
     samples: int = MANY
 
     def __str__(self) -> str:
-        return f"{self.model}-{self.stage}-{self.world}-{self.kernels}"
+        return f"{self.model}-{self.stage}-{self.world}-{self.kernels}-{self.axis}"
 
     @property
     def plan(self) -> dict[str, Any]:
-        return {"stage": self.stage, "kernels": self.kernels}
+        plan = {"stage": self.stage, "kernels": self.kernels}
+        return plan | ({"parallel": AXES[self.axis]} if AXES[self.axis] else {})
+
+    @property
+    def captured(self) -> int:
+        """Samples that a program computes in one call: a micro-batch, in a pipeline."""
+        return self.samples // MICRO_BATCHES if self.axis == "pipeline" else self.samples
 
 
 class Job:
@@ -113,12 +133,19 @@ def predict(cells: list[Cell], hardware: str) -> dict[str, dict[str, Any]]:
 
     found = {}
     for cell in cells:
-        program = captured(cell.model, LAYERS, cell.samples)
-        view = zerofx.predict(program, cell.plan, hardware=hardware, world_size=cell.world)
-        busy = {k.value: us / 1e3 for k, us in view.forecast.timeline.busy_us.items() if us}
+        program = captured(cell.model, LAYERS, cell.captured)
+        view: Any = zerofx.predict(program, cell.plan, hardware=hardware, world_size=cell.world)
+        forecast = view.forecast
+        if cell.axis == "pipeline":
+            busy = {f"stage {i}": us / 1e3 for i, us in enumerate(forecast.busy_us)}
+            ranks = cell.world / len(busy)
+        else:
+            busy = {k.value: us / 1e3 for k, us in forecast.timeline.busy_us.items() if us}
+            ranks = cell.world
         found[str(cell)] = {
-            **{f"{k}_ms": us / 1e3 for k, us in asdict(view.forecast.step_us).items()},
+            **{f"{k}_ms": us / 1e3 for k, us in asdict(forecast.step_us).items()},
             "busy_ms": busy,
+            "all_busy_ms": ranks * sum(busy.values()),
         }
     return found
 
@@ -155,6 +182,7 @@ def row(cell: Cell, said: dict[str, Any], rounds: list[dict[str, float]]) -> dic
         "cpu_ms": 1e3 * statistics.median(r["cpu_s"] for r in rounds),
         "faults": statistics.median(r["faults"] for r in rounds),
         "ratio": said["middle_ms"] / measured,
+        "cpu_ratio": said["all_busy_ms"] / (1e3 * statistics.median(r["cpu_s"] for r in rounds)),
         "is_inside": said["low_ms"] <= measured <= said["high_ms"],
     }
 
@@ -163,7 +191,7 @@ def orders(rows: list[dict[str, Any]]) -> tuple[int, int]:
     """Return (pairs in the predicted order, pairs) of one model's plans that differ enough."""
     kept, pairs = 0, 0
     for a, b in itertools.combinations(rows, 2):
-        if a["model"] != b["model"] or a["kernels"] != b["kernels"]:
+        if any(a[name] != b[name] for name in ("model", "kernels", "axis")):
             continue
         quick, slow = sorted((a, b), key=lambda r: r["measured_ms"])
         if slow["measured_ms"] > (1 + PROMISED) * quick["measured_ms"]:
@@ -173,7 +201,7 @@ def orders(rows: list[dict[str, Any]]) -> tuple[int, int]:
 
 
 COLUMNS = [
-    *(Column(name, name) for name in ("model", "stage", "world", "kernels")),
+    *(Column(name, name) for name in ("model", "stage", "world", "kernels", "axis")),
     Column("low_ms", "from ms", "{:.1f}"),
     Column("middle_ms", "predicted ms", "{:.1f}"),
     Column("high_ms", "to ms", "{:.1f}"),
@@ -181,6 +209,7 @@ COLUMNS = [
     Column("cpu_ms", "CPU ms, all ranks", "{:.1f}"),
     Column("faults", "faults", "{:.0f}"),
     Column("ratio", "ratio", "{:.2f}"),
+    Column("cpu_ratio", "of CPU", "{:.2f}"),
     Column("is_inside", "inside"),
 ]
 
@@ -195,12 +224,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per cell and round")
     parser.add_argument("--kernels", default="inductor", choices=("inductor", "aten"))
     parser.add_argument("--only", default="", help="only cells with this text in their name")
+    parser.add_argument("--axes", default=["data"], nargs="+", choices=[*AXES])
     options = parser.parse_args()
     cells = [
-        Cell(model, stage, world, options.kernels)
-        for world in WORLDS
-        for model in MODELS
-        for stage in STAGES
+        Cell(model, stage, world, options.kernels, axis)
+        for axis in options.axes
+        for world in (WORLDS if axis == "data" else (2, 4))
+        for model in (MODELS if axis == "data" else ("gpt2", "llama"))
+        for stage in (STAGES if axis == "data" else (1, 3))
     ]
     cells = [cell for cell in cells if options.only in str(cell)]
     said = predict(cells, options.hardware)
