@@ -14,6 +14,8 @@ import torch
 from zerofx.codegen.facts import checksum_of, program_facts
 from zerofx.codegen.kernels import render_kernels
 from zerofx.codegen.moves import NAME, has_moves, render_moves
+from zerofx.codegen.placed_calls import NAME as PLACEMENTS
+from zerofx.codegen.placed_calls import has_placements, render_placements
 from zerofx.codegen.regions import RegionLibrary
 from zerofx.codegen.schedule import Function, constants_source
 from zerofx.codegen.text import Source, templates
@@ -56,6 +58,8 @@ def render(program: Planned) -> dict[str, str]:
     files |= {f"regions/{c.name}.py": c.source for c in codes}
     if has_moves(program):
         files[NAME] = render_moves(program)
+    if has_placements(program):
+        files[PLACEMENTS] = render_placements(program)
     files["plan.yaml"] = program.plan.to_yaml()
     facts = program_facts(program)
     facts["regions"] = {c.name: c.unit for c in codes}

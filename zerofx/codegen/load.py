@@ -30,6 +30,8 @@ from zerofx.codegen.load_calls import Calls, Shards
 from zerofx.codegen.load_record import Recorder
 from zerofx.codegen.moves import NAME as MOVES
 from zerofx.codegen.moves import read_moves
+from zerofx.codegen.placed_calls import NAME as PLACEMENTS
+from zerofx.codegen.placed_calls import Placements, read_placements
 from zerofx.compat.graphs import pytree
 from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
 from zerofx.errors import ProgramError, ZerofxError
@@ -258,6 +260,7 @@ class Reading:
     """A run of the schedule's functions, forward first: backward receives what forward saves."""
 
     emitted: Emitted
+    placements: Placements | None = None
     outputs: dict[str, tuple[OutputInfo, ...]] = field(default_factory=dict)
     saved: list[tuple[OutputInfo, Tensor, fx.Node]] = field(default_factory=list)
     saved_sizes: list[Any] = field(default_factory=list)
@@ -275,6 +278,10 @@ class Reading:
         layout: Layout = layout_from_facts(self.facts["layout"])
         self.layout = replace(layout, position=self.stage.position % layout.pipeline_size)
         self.params: dict[str, ParamInfo] = read_params(self.facts)
+        if self.placements is not None:
+            self.stage = self.placements.of_stage(self.stage)
+            self.layout = self.placements.of_layout(self.layout)
+            self.params = self.placements.of_params(self.params)
         rows = self.facts["placeholders"][FORWARD]
         self.device: str = rows[0][4][3] if rows else "cpu"
 
@@ -519,20 +526,8 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
 
 def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
     plan = Plan.load(emitted.directory / "plan.yaml")
-    if plan.parallel.brings_slices:
-        raise ProgramError(
-            f"{emitted.directory}: its model brings slices over {plan.parallel.tensor} ranks, and "
-            "how they are cut is not in the files. Compile the model under the plan instead"
-        )
-    if plan.parallel.value_ranks > 1:
-        what, ranks = plan.parallel.value_axis, plan.parallel.value_ranks
-        what = "layers" if what == "tensor" else "sequences"
-        raise ProgramError(
-            f"{emitted.directory}: its plan cuts {what} over {ranks} ranks, and how "
-            "values lie over these is not in the files, so that it cannot be proved. Compile the "
-            "model under the plan instead"
-        )
-    reading = Reading(emitted)
+    placements = _read_placements(emitted, plan)
+    reading = Reading(emitted, placements)
     module = reading.import_schedule()
     facts = emitted.facts
     graphs = {FORWARD: reading.forward(_graph_function(emitted, module, FORWARD))}
@@ -562,15 +557,25 @@ def _load(emitted: Emitted, allow_changed_math: bool) -> Planned:
         sizes=sizes,
         stage=reading.stage,
     )
-    _verify(program, emitted)
+    _verify(program, emitted, placements)
     if MOVES in facts["files"]:
         path = emitted.directory / MOVES
         read_moves(program, read_text(path, MOST_BYTES), path)
     return program
 
 
-def _verify(program: Planned, emitted: Emitted) -> None:
+def _read_placements(emitted: Emitted, plan: Plan) -> Placements | None:
+    path = emitted.directory / PLACEMENTS
     try:
+        return read_placements(emitted.facts["files"], path, plan.parallel)
+    except FormError as error:
+        raise _broken(path, f"is damaged: {error}") from None
+
+
+def _verify(program: Planned, emitted: Emitted, placements: Placements | None) -> None:
+    try:
+        if placements is not None:
+            placements.recall(program)
         verify(program)
     except ProgramError as error:
         what, _, lines = str(error).partition("\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -43,6 +44,7 @@ class Calls:
         self, recorder: Recorder, layout: Layout, params: dict[str, ParamInfo], device: str
     ) -> None:
         self._recorder = recorder
+        self._exchanges = itertools.count()  # numbers of collectives of values
         self.layout, self.params = layout, params
         self.device = torch.device(device)
         self.numbers: dict[int, int] = {}
@@ -79,6 +81,10 @@ class Calls:
         """Append a call of an op; its arguments are nodes and constants, `fields` its Info."""
         return self._recorder.communicate(target, *arguments, named=named, **fields)
 
+    def results(self, node: fx.Node) -> Any:
+        """Return what a call gives: its value, or its values with a node for each."""
+        return self._recorder.items(node)
+
     def launch(self, node: fx.Node) -> Launch:
         """Return the result of a launch call."""
         return Launch(node)
@@ -95,6 +101,12 @@ class Calls:
     def of_bucket(self, bucket: Bucket) -> dict[str, Any]:
         """Return the Info fields of a node that belongs to a bucket."""
         return {"unit": bucket.label(), "index": bucket.index}
+
+    def of_value(self, spec: OpSpec) -> dict[str, Any]:
+        """Return the Info fields of an op on a value: its unit, and its number if it sends."""
+        unit, *form = self._recorder.comment_here() or [""]
+        is_sent = spec.is_exchange or spec.is_sync
+        return {"unit": unit if form else "", "index": next(self._exchanges) if is_sent else -1}
 
     def bucket(self, bucket: int) -> Bucket:
         """Return a bucket by its number.
@@ -126,14 +138,23 @@ def read_plainly(spec: OpSpec, r: Calls, *given: Any, **named: Any) -> Any:
     at = {**dict(zip(names, given, strict=False)), **named}
     if unknown := [k for k in at if k not in names]:
         raise r.refuse(f"rt.{spec.call} has no argument {unknown[0]}")
-    taken = {k: r.value(v, k) if isinstance(v, Tensor) else v for k, v in at.items()}
+    taken = {k: _taken(r, k, v) for k, v in at.items()}
     positional = list(takewhile(lambda k: k in taken, names))
     rest = {k: v for k, v in taken.items() if k not in positional}
     fields: dict[str, Any] = {}
     if spec.bucket is not None:
         fields = r.of_bucket(r.bucket(at.get(names[spec.bucket], -1)))
+    elif spec.is_value:
+        fields = r.of_value(spec)
     node = r.append(target, *(taken[k] for k in positional), named=rest, **fields)
-    return r.launch(node) if spec.kind is Kind.LAUNCH else node.meta["val"]
+    return r.launch(node) if spec.kind is Kind.LAUNCH else r.results(node)
+
+
+def _taken(r: Calls, name: str, given: Any) -> Any:
+    """Return an argument with nodes in place of tensors, also of those in a list."""
+    if isinstance(given, list):
+        return [_taken(r, f"{name}[{k}]", each) for k, each in enumerate(given)]
+    return r.value(given, name) if isinstance(given, Tensor) else given
 
 
 class Shards:

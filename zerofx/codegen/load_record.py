@@ -127,8 +127,12 @@ class Recorder(TorchDispatchMode):
 
     def unit_here(self) -> str:
         """Return the unit in the comment on the line that is running."""
+        return "".join(self.comment_here()[:1])
+
+    def comment_here(self) -> list[str]:
+        """Return the fields of the comment on the line that is running."""
         line, file = self._line_in(self.schedule)
-        return "".join(read_comment(linecache.getline(file, line))[:1])
+        return read_comment(linecache.getline(file, line))
 
     @contextlib.contextmanager
     def region(self, unit: str) -> Iterator[None]:
@@ -171,14 +175,20 @@ class Recorder(TorchDispatchMode):
         node.meta["val"] = made
         self._describe_node(node)
         if made is results:
-            for k, result in enumerate(results):
-                if isinstance(result, Tensor):
-                    item = self.graph.call_function(operator.getitem, (node, k))
-                    item.meta = {**node.meta, "val": result}
-                    set_info(item, is_random=False)
-                    self.bind(result, item)
+            self.items(node)
         else:
             self.bind(made, node)
+
+    def items(self, node: fx.Node) -> Any:
+        """Return a node's value; if it is several tensors, each gets a node that takes it out."""
+        made = node.meta["val"]
+        for k, result in enumerate(made if isinstance(made, (tuple, list)) else ()):
+            if isinstance(result, Tensor):
+                item = self.graph.call_function(operator.getitem, (node, k))
+                item.meta = {**node.meta, "val": result}
+                set_info(item, is_random=False)
+                self.bind(result, item)
+        return made
 
     def _taken(self, func: Any, argument: Any) -> Any:
         is_value = isinstance(argument, Tensor)

@@ -18,9 +18,10 @@ value with a placement that no reader accepts.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.compat.graphs import schema_of
 from zerofx.ir.meta import Hole, OutputInfo, Placed, Role, filled, info, shape_of, tensors_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
 from zerofx.ir.spec import Kind, spec_of
@@ -224,8 +226,13 @@ def _view(call: WholeCall) -> Iterator[Way]:
     if isinstance(x.now, Cut):
         for cut in viewed(x.shape, shape, x.now):
             if fits(shape, cut, call.ranks):
-                local = local_shape(shape, cut, call.ranks)
+                local = _inferred(call, local_shape(shape, cut, call.ranks))
                 yield Way((x.now,), cut, (call.args[0], local))
+
+
+def _inferred(call: WholeCall, local: list[int]) -> list[int]:
+    """Return the sizes that a rank's view gives: -1 wherever the whole call gives -1."""
+    return [-1 if given == -1 else size for given, size in zip(call.args[1], local, strict=True)]
 
 
 def viewed(before: Sequence[int], after: Sequence[int], cut: Cut) -> Iterator[Cut]:
@@ -307,7 +314,7 @@ def _expand(call: WholeCall) -> Iterator[Way]:
     if isinstance(x.now, Cut):
         cut = Cut(x.now.dim + len(shape) - x.dim, x.now.groups)
         if x.shape[x.now.dim] == shape[cut.dim]:
-            local = local_shape(shape, cut, call.ranks)
+            local = _inferred(call, local_shape(shape, cut, call.ranks))
             yield Way((x.now,), cut, (call.args[0], local, *call.args[2:]))
 
 
@@ -791,8 +798,19 @@ def is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-def check_placed(program: Planned) -> None:
+Visit = Callable[[fx.Node, tuple[Operand, ...]], Placed | None]
+"""Receives a call with the tensors that it reads; returns how the result is placed, if known."""
+
+
+def _noted(node: fx.Node, operands: tuple[Operand, ...]) -> Placed | None:
+    """Return what a node's own note says."""
+    return info(node).placed
+
+
+def check_placed(program: Planned, visit: Visit = _noted) -> None:
     """Check the placements of a program's values, if the pass `place` has cut any.
+
+    visit: returns what is said of each call's placement, which the check does not trust.
 
     Raises:
         ProgramError: names the value, its placement, and the placement that was needed.
@@ -802,7 +820,7 @@ def check_placed(program: Planned) -> None:
     saved: list[Any] = []
     for name in (JOINT, FORWARD, BACKWARD):
         if name in program.graphs:
-            saved = _Typing(program, name, saved).run()
+            saved = _Typing(program, name, saved, visit).run()
 
 
 class _Typing:
@@ -814,8 +832,10 @@ class _Typing:
         a bucket sums it over the context axis.
     """
 
-    def __init__(self, program: Planned, name: str, saved: list[Any]) -> None:
-        self.program, self.name, self.saved = program, name, saved
+    def __init__(
+        self, program: Planned, name: str, saved: list[Any], visit: Visit = _noted
+    ) -> None:
+        self.program, self.name, self.saved, self.visit = program, name, saved, visit
         parallel = program.plan.parallel
         self.ranks, self.axis = parallel.value_ranks, parallel.value_axis
         self.zigzag = parallel.is_zigzag
@@ -842,13 +862,16 @@ class _Typing:
                 self._note(
                     node, item(lies, index), shape[index] if shape else shape_of(value(node))
                 )  # type: ignore[arg-type,index]
-            elif (spec := spec_of(node)) is not None and info(node).placed is None:
-                self._op(node, spec)
-            elif spec is not None and spec.lies is not None:
+            elif (spec := spec_of(node)) is not None and spec.lies is not None:
                 self._conversion(node, spec)
+            elif (placed := self.visit(node, self._operands(node))) is None and spec is not None:
+                self._op(node, spec)
             else:
-                self._call(node)
+                self._call(node, placed)
         return kept
+
+    def _operands(self, node: fx.Node) -> tuple[Operand, ...]:
+        return tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors_of(node))
 
     def _note(self, node: fx.Node, lies: Any, shape: Any) -> None:
         self.lies[node], self.shapes[node] = lies, shape
@@ -928,14 +951,14 @@ class _Typing:
             self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks")
         self._note(node, found, shape)
 
-    def _call(self, node: fx.Node) -> None:
-        placed, tensors = info(node).placed, tensors_of(node)
+    def _call(self, node: fx.Node, placed: Placed | None) -> None:
+        tensors = tensors_of(node)
         if placed is None or placed.target is None:
             self._plain(node, tensors)
             return
         if info(node).is_random and any(self.lies[t] != R for t in tensors):
             self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
-        call = self._whole(node, placed, tensors)
+        call = self._whole(placed, self._operands(node))
         now = tuple(o.now for o in call.operands)
         for way in ways(call):
             if (
@@ -951,6 +974,8 @@ class _Typing:
                 f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'}: "
                 "no rule has this way",
             )
+        if placed.is_same and placed.target in SAME_VALUES and not _is_identity(call):
+            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form")
         self._note(node, placed.gives, placed.shape)
         self._check_shape(node, placed)
 
@@ -964,10 +989,9 @@ class _Typing:
             self._note(node, self.lies[tensors[0]], self.shapes[tensors[0]])
         else:
             told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
-            self._fail(node, f"{node.name} reads {told}, and no pass says how")
+            self._fail(node, f"{node.name} reads {told}, and nothing says how")
 
-    def _whole(self, node: fx.Node, placed: Placed, tensors: list[fx.Node]) -> WholeCall:
-        operands = tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors)
+    def _whole(self, placed: Placed, operands: tuple[Operand, ...]) -> WholeCall:
         if placed.shape and isinstance(placed.shape[0], (tuple, type(None))):
             result: Any = [SimpleNamespace(shape=shape) for shape in placed.shape]
         else:
@@ -1042,7 +1066,31 @@ def _is_local(way: Way, call: WholeCall, node: fx.Node, tensors: list[fx.Node]) 
         return False
     args = way.args if way.args is not None else call.args
     local = _plain_list(filled(args, tensors)), _plain_list(filled(call.kwargs, tensors))
-    return local == (_plain_list(node.args), _plain_list(node.kwargs))
+    mine = _plain_list(node.args), _plain_list(node.kwargs)
+    return local == mine or by_name(node.target, *local) == by_name(node.target, *mine)
+
+
+def by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, without those that equal their defaults.
+
+    Two calls that differ only in defaults that are written out are then equal.
+    """
+    names, defaults = _formal(target)
+    given = {**dict(zip(names or map(str, range(len(args))), args, strict=False)), **kwargs}
+    return {
+        name: argument
+        for name, argument in given.items()
+        if name not in defaults or repr(argument) != repr(defaults[name])
+    }
+
+
+@functools.cache
+def _formal(target: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the names of an operator's arguments, and the defaults of those that have one."""
+    schema = schema_of(target)
+    formal = [] if schema is None else schema.arguments
+    defaults = {a.name: _plain_list(a.default_value) for a in formal if a.has_default_value()}
+    return tuple(a.name for a in formal), defaults
 
 
 def _plain_list(argument: Any) -> Any:
@@ -1051,6 +1099,17 @@ def _plain_list(argument: Any) -> Any:
     if isinstance(argument, dict):
         return {k: _plain_list(v) for k, v in argument.items()}
     return argument
+
+
+def _is_identity(call: WholeCall) -> bool:
+    """Return whether a view or copy has each element of its argument where that has it."""
+    x = call.operand(0)
+    if call.shape != x.shape:
+        return False
+    if call.target is not _aten.permute.default:
+        return True
+    dims = [d for d in (_dim(d, x.dim) for d in call.args[1]) if x.shape[d] != 1]
+    return dims == sorted(dims)
 
 
 def _is_copy(node: fx.Node, source: fx.Node) -> bool:

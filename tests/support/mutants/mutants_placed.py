@@ -588,19 +588,18 @@ HARMLESS: list[Callable[[Editor], str | None]] = [
 class _Telling(_Typing):
     """Writes down how each value lies wherever a rule has a way, whatever was noted before."""
 
-    def _call(self, node: fx.Node) -> None:
-        placed = info(node).placed
+    def _call(self, node: fx.Node, placed: Placed | None) -> None:
         if placed is None or placed.target is None:
-            super()._call(node)
+            super()._call(node, placed)
             return
         tensors = tensors_of(node)
-        call = self._whole(node, placed, tensors)
+        call = self._whole(placed, self._operands(node))
         now = tuple(o.now for o in call.operands)
         for way in ways(call):
             if way.needs == now and _is_local(way, call, node, tensors):
                 set_info(node, placed=replace(placed, gives=way.gives))
                 break
-        super()._call(node)
+        super()._call(node, info(node).placed)
 
 
 def tell(program: Planned) -> None:
