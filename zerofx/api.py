@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.capture import find_units
 from zerofx.capture.call import find_ignored
-from zerofx.capture.capture import describe_params
+from zerofx.capture.capture import describe_params, describe_uncalled
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
 from zerofx.comm.grid import check_mesh, slice_axis
@@ -287,7 +287,9 @@ def make_layout(
     precision = plan.precision
     computes = compute_dtypes(model, compute_dtype(precision), module_dtypes(precision))
     ignored = find_ignored(model, plan.ignored_params)
-    params = describe_params(model, units, computes, parts=parts)
+    is_cut = plan.parallel.tensor > 1 and not plan.parallel.brings_slices
+    describe = describe_uncalled if is_cut else describe_params
+    params = describe(model, units, computes, parts=parts)
     held = [param for name, param in params.items() if name not in ignored]
     described = with_master(held, plan.precision)
     described = with_tiles(described, choose_tiles(described, plan, world_size))

@@ -75,7 +75,6 @@ LISTS = {
 ONE_IMPORTER = {
     "zerofx.ops.buffers": "a family of ops",
     "zerofx.analysis.recompute.solve": "an algorithm by itself, with its source",
-    "zerofx.capture.recurrent": "keeps recurrent layers whole; the others import it in functions",
     "zerofx.optim.lion": "one module per optimizer",
 }
 

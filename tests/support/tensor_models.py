@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from odd_models import ODD, Result
 from torch import Tensor, nn
 
 from zerofx.tools.demo.gpt import GPT, GPTConfig
@@ -134,12 +135,6 @@ class Own(nn.Module):
         return Result(self.gpt(input_ids, labels))
 
 
-class Result(NamedTuple):
-    """What a model returns, as those of transformers have it."""
-
-    loss: Tensor
-
-
 MODELS = {
     "blocks": Blocks,
     "llama": llama,
@@ -156,6 +151,7 @@ MODELS = {
     "bert": bert,
     "t5": t5,
     "vit": vit,
+    **ODD,
 }
 
 

@@ -30,6 +30,7 @@ from zerofx.capture.harness import Harness, Results
 from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
+from zerofx.capture.seeds import guessed, with_seeds
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_units
 from zerofx.collector import paused_collector
@@ -137,6 +138,7 @@ def capture(
 
     names = Names(call, harness.results, unit_of_param, buffers, tuple(numbers))
     gm, infos = label(gm, names)
+    params = with_seeds(model, params, gm.graph)
     warn_of_unrolled(model, gm.graph)
     served = Sizes()
     if symbols is not None:
@@ -425,6 +427,20 @@ def describe_params(
         )
         for key, names in groups.items()
     }
+
+
+def describe_uncalled(
+    model: nn.Module,
+    units: dict[str, str],
+    computes: Mapping[str, torch.dtype],
+    parts: Mapping[str, Part] = MappingProxyType({}),
+) -> dict[str, ParamInfo]:
+    """Return what `describe_params` does, of a model that is to be cut before its first call.
+
+    For layers without a style the model, or its blocks, are captured with made-up inputs.
+    """
+    params = describe_params(model, units, computes, parts=parts)
+    return guessed(model, params, lambda module, args: capture(module, args).params)
 
 
 def _style(styles: Mapping[str, str], name: str) -> str:

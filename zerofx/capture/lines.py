@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from zerofx.capture.recurrent import is_recurrent, run_recurrent
 from zerofx.compat.tensors import assert_async
 from zerofx.compat.tracing import DataDependentError, is_outside_trace
 from zerofx.errors import CaptureError
+from zerofx.kernels.recurrent import is_recurrent, run_recurrent
 
 _HERE = str(Path(__file__).parent)
 _PACKAGE = str(Path(_HERE).parent)

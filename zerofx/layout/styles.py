@@ -10,7 +10,7 @@ Source of the two styles: Shoeybi et al. 2019, "Megatron-LM", section 3.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -55,18 +55,33 @@ def styles_of(model: nn.Module) -> dict[str, str]:
     if isinstance(own, Mapping) and own:
         return _by_plan(model, own)
     found = {name: style for name, module in model.named_modules() if (style := _named(name))}
-    lists = [n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
-    blocks = {
-        f"{each}.{child}"
-        for each in lists
-        for child, _ in model.get_submodule(each).named_children()
-    }
     kept: dict[str, str] = {}
-    for block in blocks:
+    for block in _blocks(model):
         mine = {n: s for n, s in found.items() if n.startswith(f"{block}.")}
         if {"colwise", "rowwise"} <= {s.partition("/")[0] for s in mine.values()}:
             kept |= mine
     return kept
+
+
+def _blocks(model: nn.Module) -> set[str]:
+    """Return the names of the repeated blocks: the items of lists, also of lists in blocks."""
+    lists = [n for n, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))]
+    return {
+        f"{each}.{child}".removeprefix(".")
+        for each in lists
+        for child, _ in model.get_submodule(each).named_children()
+    }
+
+
+def listed(model: nn.Module) -> Callable[[str], bool]:
+    """Return a test of whether a parameter, by name, belongs to a repeated block."""
+    blocks = _blocks(model)
+
+    def test(name: str) -> bool:
+        parts = name.split(".")
+        return any(".".join(parts[:k]) in blocks for k in range(1, len(parts)))
+
+    return test
 
 
 def _by_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, str]:

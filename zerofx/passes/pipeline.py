@@ -20,6 +20,7 @@ from zerofx.ir.verify import take_reference, take_signature, verify
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.decide import Choices, decide
 from zerofx.passes.order import Setting, build, distance
+from zerofx.passes.place import with_styles_of
 from zerofx.plan.fields import nearest
 from zerofx.plan.sizes import format_bytes
 
@@ -208,6 +209,8 @@ def _begun(program: Program, setting: Setting) -> Planned:
     program = program.planned().clone()
     program.plan, program.hardware = setting.plan, setting.hardware
     program.loop, program.pool = setting.loop, setting.pool
+    if setting.layout is not None and not setting.plan.parallel.brings_slices:
+        program.params = with_styles_of(setting.layout, program.params)
     return program
 
 

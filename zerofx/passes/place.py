@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -49,7 +49,7 @@ from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.spec import spec_of
 from zerofx.ir.text import few
 from zerofx.ir.verify_values import SAME_VALUES
-from zerofx.layout.buckets import CONTEXT
+from zerofx.layout.buckets import CONTEXT, Layout
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits, num_chunks
 from zerofx.layout.styles import cut_of, part_of
 from zerofx.passes.base import Fact, Pass, Report
@@ -70,6 +70,25 @@ def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInf
     if parallel.brings_slices:
         return list(params)
     return [_with_part(p, parallel) for p in params]
+
+
+def with_styles_of(layout: Layout, params: Mapping[str, ParamInfo]) -> dict[str, ParamInfo]:
+    """Return the parameters with the styles by which a layout has cut them.
+
+    A model's layout is made before its first call, so that it may cut less than a graph shows.
+    """
+    if layout.mesh.along("tensor") == 1:
+        return dict(params)
+    parts = {piece.owner: piece.part for b in layout.buckets for piece in b.params}
+    return {name: _in_style_of(parts.get(name), param) for name, param in params.items()}
+
+
+def _in_style_of(part: Part | None, param: ParamInfo) -> ParamInfo:
+    if part is None:
+        return replace(param, style="")
+    outputs = part.cut.dim if param.outputs < 0 else param.outputs
+    kind = "colwise" if part.cut.dim == outputs else "rowwise"
+    return replace(param, style=f"{kind}/{part.cut.groups}", outputs=outputs)
 
 
 def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
@@ -365,6 +384,8 @@ class Place(Pass):
         if ranks == 1:
             return Report(False, "one rank")
         cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
+        if self.parallel.tensor > 1:
+            _warn_of_whole(program, cut)
         program.params = cut  # the given program keeps the old dictionary
         sent: Counter[str] = Counter()
         whole: Counter[str] = Counter()
@@ -399,6 +420,28 @@ class Place(Pass):
         if self.parallel.is_zigzag:
             chosen["attention"] = self.parallel.attention
         return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence} | chosen
+
+
+def _warn_of_whole(program: Planned, cut: Mapping[str, ParamInfo]) -> None:
+    """Warn of kinds of blocks whose linear layers no plan, name or graph says how to cut."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    units: dict[str, list[ParamInfo]] = {}
+    for param in cut.values():
+        units.setdefault(param.unit, []).append(param)
+    for unit, held in units.items():
+        inside = [p for p in held if p.layer == "linear" and p.name.startswith(f"{unit}.")]
+        names = [p.name.removeprefix(f"{unit}.").rpartition(".")[0] for p in inside]
+        if any(p.style or p.part is not None for p in held) or len(names) < 2 or not unit:
+            continue
+        kinds.setdefault(tuple(names), []).append(unit)
+    for kind, found in kinds.items():
+        log.warning(
+            "%s: no layer of %s is cut over Plan.parallel.tensor = %d: neither names nor the graph "
+            "say how, and each of these ranks computes all of it. Name layers whose outputs and "
+            "inputs are to be divided, such as Plan(parallel={'placements': {'*.%s': 'colwise', "
+            "'*.%s': 'rowwise'}})",
+            program.model_name, few(found), program.plan.parallel.tensor, kind[0], kind[-1],
+        )  # fmt: skip
 
 
 @dataclass

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
 from zerofx.analysis.time.forecast import batch
 from zerofx.capture import capture
-from zerofx.capture.capture import describe_params
+from zerofx.capture.capture import describe_uncalled
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.units import find_units
 from zerofx.compat.graphs import pytree
@@ -421,7 +421,7 @@ class ModelFamily(Family):
     def _params(self) -> dict[str, ParamInfo]:
         module, precision = self.target.module, self.plan.precision
         computes = compute_dtypes(module, compute_dtype(precision), module_dtypes(precision))
-        return describe_params(module, find_units(module, self.plan.units), computes)
+        return describe_uncalled(module, find_units(module, self.plan.units), computes)
 
     def _excerpts(self, parallel: Parallel) -> list[Kind]:
         kinds = []
