@@ -116,6 +116,69 @@ def test_pruning_over_all_axes_finds_the_winner_of_pricing_every_plan() -> None:
         assert bound.peak_bytes <= each.peak_bytes, each.choice.words()
 
 
+SHARED: list[tuple[int, Any, dict[str, Any]]] = [
+    (1, "recompute", {"pipeline": 2}),
+    (1, "recompute", {"pipeline": 2, "schedule": "gpipe"}),
+    (2, "keep", {"pipeline": 2}),
+    (2, "keep", {"pipeline": 2, "schedule": "zero-bubble"}),
+    (1, "keep", {}),
+    (3, "keep", {}),
+]
+
+
+def test_plans_that_share_programs_have_the_figures_of_each_by_itself() -> None:
+    """One family prices all of them, from the same captured, placed and cut programs."""
+    base, target = Plan(kernels="aten", precision="bf16", outputs="loss"), llama(2)
+    shared = ModelFamily(base, target=target)
+    bounds = Bounds(shared, HARDWARE, 2, Choice(base, 1, 1, False))
+    for stage, activations, axes in SHARED:
+        parallel = axes | ({"micro_batches": 4} if axes else {})
+        fields = {"stage": stage, "activations": activations, "parallel": parallel or "none"}
+        plan = Plan.from_dict(base.to_dict() | fields)
+        choice = Choice(plan, 1, 4, False)
+        bound = bounds.of(choice)
+        found = outcome(choice, shared, HARDWARE, 2)
+        alone = outcome(choice, ModelFamily(base, target=target), HARDWARE, 2)
+        assert found.figures == alone.figures, choice.words()
+        assert 0 < bound.step_us <= found.step_us * (1 + 1e-6), choice.words()
+        assert 0 < bound.peak_bytes <= found.peak_bytes, choice.words()
+    assert len(shared._placed) == 1  # without tensor and context, all begin with the same
+    assert len(shared._stages) == 2  # of two ranks, for three schedules
+
+
+class WithoutLoss(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def test_every_schedule_that_a_model_can_have_is_proposed() -> None:
+    _, space = searched(4, 8, activations="keep")
+    pipelines = {(p.pipeline, p.schedule) for p in space.parallels() if p.pipeline > 1}
+    every = {"1f1b", "gpipe", "zero-bubble", "interleaved"}
+    assert {schedule for size, schedule in pipelines if size == 2} == every
+    without = dataclasses.replace(space, has_loss=False)
+    own = [p for p in without.parallels() if p.pipeline > 1]
+    assert {p.schedule for p in own} == {"gpipe"}
+    rows = {samples for p in own for samples, _ in without.batches(p)}
+    assert rows and min(rows) >= 2  # of one sample the results cannot be told from the batch's
+
+
+def test_a_model_without_a_loss_gets_a_pipeline_that_runs_all_forwards_first() -> None:
+    with torch.device("meta"):
+        target = Target("linears", WithoutLoss(), (torch.zeros(2, 8),), {})
+    view = zerofx.search(
+        target, hardware=HARDWARE, world_size=2, global_samples=8,
+        plan=PLAIN | {"activations": "keep", "stage": 1},
+    )  # fmt: skip
+    pipelines = [o for o in view.found.priced if o.choice.plan.parallel.pipeline > 1]
+    assert pipelines and {o.choice.plan.parallel.schedule for o in pipelines} == {"gpipe"}
+    assert any(v.name == "pipeline" and "gpipe" in v.said for v in view.found.verdicts)
+
+
 @pytest.mark.slow
 def test_memory_that_shrinks_with_more_layers_is_priced_from_more_of_them() -> None:
     """Six layers of 70 B need more slots than eight; for 80 that would be -22.7 GiB."""

@@ -8,15 +8,19 @@ from pathlib import Path
 
 import goldens
 import pytest
+import torch
 from stack import stack
 
 import zerofx
 from zerofx.capture import capture
-from zerofx.hardware import hardware_for
+from zerofx.hardware import default_hardware, hardware_for
 from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, meanings, specs
 from zerofx.passes.order import Setting, build
-from zerofx.tools.views.diff import DiffView
+from zerofx.plan.plan import Plan
+from zerofx.tools.demo.gpt import GPT, GPTConfig
+from zerofx.tools.predict import stage_programs
+from zerofx.tools.views.diff import DiffView, PipelineDiff
 from zerofx.tools.views.passes import PassesView
 
 
@@ -124,3 +128,48 @@ def test_inference_has_a_schedule_and_memory() -> None:
     q = zerofx.rewrite(captured, {"stage": 3, "kernels": "aten"}, 2)
     assert "inference" in str(q.schedule()) and q.memory().peak_bytes > 0
     assert q.memory().to_dict()["at_peak"]["optimizer"] == 0
+
+
+def staged(size: int, **axes: object) -> tuple[Planned, ...]:
+    model, ids = GPT(GPTConfig(width=32)), torch.zeros(1, 16, dtype=torch.long)
+    captured = capture(model, (ids, ids), outputs="loss")
+    plan = Plan(stage=1, kernels="aten", parallel={"pipeline": size, **axes})
+    if size == 1:
+        return (zerofx.rewrite(captured, plan, 2),)
+    return tuple(stage_programs(captured, Setting(plan, size, default_hardware())))
+
+
+def test_diff_of_pipelines_has_a_section_for_each_stage_that_differs() -> None:
+    left, right = staged(2), staged(2, schedule="zero-bubble")
+    view = PipelineDiff(left, right)
+    text = str(view)
+    assert "pipeline stage 0" in text and "pipeline stage 1" in text and "pause" in text
+    numbers = {name: (a, b) for name, a, b in view.numbers()}
+    assert numbers["stages"] == (2, 2)
+    for stage, (one, other) in enumerate(zip(left, right, strict=True)):
+        peaks = one.memory().peak_bytes, other.memory().peak_bytes
+        assert numbers[f"stage {stage}: peak bytes"] == peaks
+    twin = json.loads(json.dumps(view.to_dict()))
+    assert [row["field"] for row in twin["plan"]] == ["plan.parallel"]
+    assert [stage["left_stage"] for stage in twin["stages"]] == [0, 1]
+    same = PipelineDiff(left, left)
+    assert "the same steps, bytes and times: stage 0, 1" in str(same)
+
+
+def test_diff_with_a_pipeline_on_one_side_compares_the_fullest() -> None:
+    left, right = staged(1), staged(2)
+    view = PipelineDiff(left, right)
+    fullest = max(range(2), key=lambda i: right[i].memory().peak_bytes)
+    assert [(a, b) for a, b, _ in view.stages] == [(0, fullest)]
+    assert "2 pipeline stages" in str(view)
+    both = [
+        zerofx.predict(
+            capture(GPT(GPTConfig(width=32)), (ids, ids), outputs="loss"),
+            {"stage": 1, "kernels": "aten", "parallel": axes}, hardware="dgx-h100", world_size=2,
+        ).forecast
+        for ids in [torch.zeros(1, 16, dtype=torch.long)]
+        for axes in ("none", {"pipeline": 2})
+    ]  # fmt: skip
+    numbers = {name: (a, b) for name, a, b in PipelineDiff.of(*both).numbers()}
+    assert numbers["step us"] == tuple(f.step_us.middle for f in both)
+    assert numbers["waits for other stages us"] == (0.0, both[1].idle_us.middle)

@@ -171,29 +171,50 @@ class CutStages(Pass):
     def run(self, program: Planned) -> Report:
         if self.parallel.pipeline == 1:
             return Report(False, "one stage")
-        name = JOINT if JOINT in program.graphs else FORWARD
-        check_can_be_cut(program, name, self.parallel.schedule)
-        params = with_positions(program.params.values(), self.parallel)
-        program.params = {p.name: p for p in params}
-        at = unit_positions(params, self.parallel)
-        number_draws(program.graph(name))
-        if program.is_training:
-            asked, size = self.parallel.micro_batches, self.parallel.pipeline
-            num = program.loop.accumulation * expected_micro_batches(asked, size)
-            program.loop = Loop(num, no_sync=True)
-        cutting = Cutting(program, name, at, self.parallel)
-        cutting.keep(self.position)
+        num_params = len(program.params)
+        _cutting(program, self.parallel).keep(self.position, program)
         sent = [w for w in program.stage.wires if w.source == self.position]
         taken = [w for w in program.stage.wires if w.target == self.position]
         own = sum(self.position in p.positions for p in program.params.values())
         return Report(
             True,
-            f"stage {self.position} of {self.parallel.num_stages} has {own} of {len(params)} "
+            f"stage {self.position} of {self.parallel.num_stages} has {own} of {num_params} "
             f"parameters, sends {len(sent)} values and receives {len(taken)}",
         )
 
     def options(self) -> dict[str, object]:
         return {"pipeline": self.parallel.pipeline, "position": self.position}
+
+
+def cut(program: Planned, parallel: Parallel, positions: Iterable[int]) -> list[Planned]:
+    """Return the programs of several pipeline stages of a program, which stays as it is.
+
+    Each is what the pass makes of a copy. What is found out about the whole graph is found once.
+    """
+    whole = program.clone()
+    cutting = _cutting(whole, parallel)
+    found = []
+    for position in positions:
+        own = replace(
+            whole, graphs=dict(whole.graphs), outputs=dict(whole.outputs),
+            history=list(whole.history), facts=whole.facts | CutStages.provides,
+        )  # fmt: skip
+        cutting.keep(position, own)
+        found.append(own)
+    return found
+
+
+def _cutting(program: Planned, parallel: Parallel) -> Cutting:
+    """Decide what each stage computes of a program, whose parameters get their positions."""
+    name = JOINT if JOINT in program.graphs else FORWARD
+    check_can_be_cut(program, name, parallel.schedule)
+    params = with_positions(program.params.values(), parallel)
+    program.params = {p.name: p for p in params}
+    number_draws(program.graph(name))
+    if program.is_training:
+        num = expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+        program.loop = Loop(program.loop.accumulation * num, no_sync=True)
+    return Cutting(program, name, unit_positions(params, parallel), parallel)
 
 
 def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
@@ -521,9 +542,8 @@ class Cutting:
         )
 
     # -- a stage's program ----------------------------------------------------------------------
-    def keep(self, position: int) -> None:
-        """Reduce the program to one stage's part."""
-        program = self.program
+    def keep(self, position: int, program: Planned) -> None:
+        """Reduce a program to one stage's part: the whole one itself, or a copy without nodes."""
         wires, taken, sent = self._wires(position)
         needed = self._needed(position, sent)
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -556,11 +576,12 @@ class Cutting:
             *self._counts(program),
         )  # fmt: skip
         rank = position % self.parallel.pipeline  # it holds what its other stages read as well
+        whole = self.program.reference
         program.params = {
             n: p for n, p in program.params.items() if rank in self.parallel.holders(p.positions)
         }
-        self._take_reference(wires, position)
-        program.signature = f"{program.signature}:{position}"  # no other stage stands for it
+        self._take_reference(program, whole, wires, position)
+        program.signature = f"{self.program.signature}:{position}"  # no other stage stands for it
 
     def _captured(self) -> dict[str, str]:
         whole = self.program.reference
@@ -687,9 +708,10 @@ class Cutting:
                 add(Role.INPUT_GRAD, f"to_earlier_{node.name}", output, env[node])
         return specs, results
 
-    def _take_reference(self, wires: list[Wire], position: int) -> None:
+    def _take_reference(
+        self, program: Planned, whole: Reference | Unproved, wires: list[Wire], position: int
+    ) -> None:
         """Set the stage's reference: what it must send, and its part of the captured outputs."""
-        program, whole = self.program, self.program.reference
         if whole is Unproved.NOT_YET:  # passes run for pricing alone
             return
         assert isinstance(whole, Reference), "stages are cut after merge-tied"

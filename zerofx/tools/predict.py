@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofx.analysis.memory.memory import ATEN
+from zerofx.analysis.memory.standing import with_saved_bytes
 from zerofx.analysis.time.forecast import forecast
 from zerofx.analysis.time.pipelines import PipelineForecast, pipeline_forecast
 from zerofx.analysis.time.steps import Lane
@@ -20,7 +21,7 @@ from zerofx.errors import PlanError
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.ir.program import Captured, Loop, Planned, Program
 from zerofx.ir.verify import verify, verify_stages
-from zerofx.passes.cut_stages import balanced, unit_positions
+from zerofx.passes.cut_stages import CutStages, balanced, cut, unit_positions
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.placement import capture_options
@@ -33,6 +34,7 @@ from zerofx.tools.views.memory import shown
 from zerofx.tools.views.prediction import BetterCuts, PipelineView, PredictionView
 
 WHOLE = "place"  # the last pass on the whole model, after which pipeline stages are cut
+CUT = CutStages.name
 GAIN = 0.02  # share of the longest stage's time that other cuts must save
 
 
@@ -107,36 +109,13 @@ def predict(
     return PredictionView(found, held, basis, seek)
 
 
-def predict_program(target: str, plan: PlanLike, **options: Any) -> PredictionView:
-    """Return the prediction for a plan without a pipeline, whose model is one program.
-
-    Raises:
-        PlanError: as `predict`; or the plan has a pipeline, which has a program per stage.
-    """
-    size = as_plan(plan).parallel.pipeline
-    if size > 1:
-        raise PlanError(
-            f"Plan.parallel.pipeline = {size} has a program per pipeline stage, and this command "
-            "shows a single one. Use `zerofx predict`, which shows all of them together."
-        )
-    found = predict(target, plan, **options)
-    assert isinstance(found, PredictionView)
-    return found
-
-
 def _of_pipeline(
     captured: Program, setting: Setting, clips: bool, basis: str, optimizer_bytes: int,
     keeps_results: bool,
 ) -> PipelineView:  # fmt: skip
     """Return what a step of all stages of a pipeline holds and takes."""
     size = setting.plan.parallel.num_stages
-    whole = run(captured, setting, WHOLE, proof=Proof.END)  # what all stages begin with
-    programs = [
-        resume(whole, replace(setting, position=position), WHOLE) for position in range(size)
-    ]
-    for program in programs:
-        verify(program)
-    verify_stages(programs)
+    programs = stage_programs(captured, setting)
     compiled = [reports.regions_as(basis, program) for program in programs]
     found = pipeline_forecast(
         programs, setting.hardware, clips, optimizer_bytes, keeps_results, compiled
@@ -148,6 +127,23 @@ def _of_pipeline(
     at = unit_positions(captured.params.values(), setting.plan.parallel)
     units = tuple(tuple(u for u, there in at.items() if there == i) for i in range(size))
     return PipelineView(found, tuple(memories), units, _better_cuts(found, units), basis)
+
+
+def stage_programs(captured: Program, setting: Setting) -> list[Planned]:
+    """Return the proved programs of all stages of a pipeline, from the call of a micro-batch."""
+    parallel = setting.plan.parallel
+    whole = run(captured, setting, WHOLE, proof=Proof.END)  # what all stages begin with
+    stages = cut(whole, parallel, range(parallel.num_stages))
+    programs = [
+        resume(stage, replace(setting, position=position, loop=stage.loop), CUT)
+        for position, stage in enumerate(stages)
+    ]
+    for program in programs:
+        verify(program)
+    verify_stages(programs)
+    for rank in range(parallel.pipeline):
+        with_saved_bytes(programs[rank :: parallel.pipeline])
+    return programs
 
 
 def _better_cuts(found: PipelineForecast, units: Sequence[Sequence[str]]) -> BetterCuts | None:

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import zerofx
 from zerofx.analysis.time.pipelines import StageTimes, run_on_paper
 from zerofx.analysis.time.steps import Lane
-from zerofx.errors import PlanError
 from zerofx.ir.program import BACKWARD, FORWARD, Captured, Wire
 from zerofx.policy.schedules import actions, orders
 from zerofx.tools.cli.app import app
@@ -196,10 +195,3 @@ def test_the_command(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "pipeline of 2 stages, 1f1b, 4 micro-batches" in shown.output
     assert "waiting for other stages" in shown.output
-
-
-def test_what_shows_one_program_names_what_shows_all() -> None:
-    from zerofx.tools.predict import predict_program
-
-    with pytest.raises(PlanError, match="zerofx predict"):
-        predict_program("hf:nowhere.json", {"parallel": {"pipeline": 2}})

@@ -98,6 +98,20 @@ def program_of(
     return run(start, setting, until)
 
 
+def programs_of(
+    model: str, world: int | None, plan: Plan, hardware: Hardware | str | None, batch: int, seq: int
+) -> tuple[Planned, ...]:
+    """Return the programs of all pipeline stages of the named model; one without a pipeline."""
+    from zerofx.passes.order import Setting
+    from zerofx.tools.predict import stage_programs
+
+    if plan.parallel.pipeline == 1 or Path(model).is_dir():
+        return (program_of(model, world, plan, hardware, batch, seq),)
+    start = captured(model, plan, batch, seq)
+    setting = Setting(plan, world or ranks_of(plan), hardware_of(hardware))
+    return tuple(stage_programs(start, setting))
+
+
 def ranks_of(plan: Plan) -> int:
     """Return the default world size: two, or the number of ranks that share one model."""
     return plan.parallel.num_shared if plan.parallel.is_used else RANKS

@@ -33,6 +33,7 @@ from zerofx.tools.cli.programs import (
     hardware_of,
     plan_of,
     program_of,
+    programs_of,
     refuse_machine,
     show,
     with_fields,
@@ -162,9 +163,13 @@ def diff(
     ] = None,
     as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Compare a model under two plans: memory, bytes sent, times, and the steps that differ."""
-    from zerofx.tools.predict import predict_program
-    from zerofx.tools.views.diff import DiffView
+    """Compare a model under two plans: memory, bytes sent, times, and the steps that differ.
+
+    With a pipeline, each stage is compared with the same one of the other plan.
+    """
+    from zerofx.analysis.time.forecast import Forecast
+    from zerofx.tools.predict import predict
+    from zerofx.tools.views.diff import DiffView, PipelineDiff
 
     if not (to or to_plan or to_world):
         raise PlanError(
@@ -174,14 +179,18 @@ def diff(
     right = with_fields(plan_of(to_plan, None, None) if to_plan else left, "--to", to)
     each = (left, world), (right, to_world or world)
     if hardware is None:
-        one, other = (program_of(model, n, chosen, machine, batch, seq) for chosen, n in each)
-        show(DiffView(one, other), as_json)
+        one, other = (programs_of(model, n, chosen, machine, batch, seq) for chosen, n in each)
+        is_single = len(one) == len(other) == 1
+        show(DiffView(one[0], other[0]) if is_single else PipelineDiff(one, other), as_json)
         return
     refuse_machine(machine, hardware)
     before, after = (
-        predict_program(
+        predict(
             model, chosen, hardware=hardware, world_size=ranks or RANKS, batch=batch, seq=seq
-        )
+        ).forecast
         for chosen, ranks in each
     )
-    show(DiffView.of(before.forecast, after.forecast), as_json)
+    if isinstance(before, Forecast) and isinstance(after, Forecast):
+        show(DiffView.of(before, after), as_json)
+    else:
+        show(PipelineDiff.of(before, after), as_json)

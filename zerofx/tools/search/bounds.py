@@ -6,7 +6,9 @@ sharding, found once per shape of micro-batch. The rest are closed forms in the 
 
 With tensor or context axes, they are those of one such group of ranks, the exchange of values with
 them. In a pipeline of P ranks, M micro-batches take (M - 1) times what the slowest rank takes of
-one, plus one micro-batch through all ranks; the first rank holds P of them.
+one, plus one micro-batch through all ranks; the first rank holds P of them. With zero-bubble, where
+ranks compute the gradients of weights while they would wait, a rank waits for one forward of those
+before it. With gpipe each rank holds all micro-batches.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.timeline import Span, timeline
 from zerofx.errors import CaptureError, TargetError
 from zerofx.hardware import Hardware
-from zerofx.ir.program import Loop, Planned
+from zerofx.ir.program import FORWARD, Loop, Planned
 from zerofx.layout.buckets import Mesh
 from zerofx.layout.tiers import Tier
 from zerofx.passes.order import Setting
@@ -54,6 +56,7 @@ class Alone:
     launches_us: float  # of the host
     layer_us: float = 0.0  # of the compute, for each layer
     layer_bytes: float = 0.0  # of the activations
+    layer_forward_us: float = 0.0  # of forward's compute
 
     def part(self, share: float) -> Alone:
         """Return the least of a smaller micro-batch, of this share of the samples."""
@@ -96,6 +99,11 @@ class Bounds:
     world_size: int
     plainest: Choice
     _alone: dict[object, Alone] = field(default_factory=dict)
+
+    @property
+    def num_compiled(self) -> int:
+        """How many models were compiled for one rank; the bounds of further choices share them."""
+        return len(self._alone)
 
     def of(self, choice: Choice) -> Bound:
         """Return the lower bounds of `choice`.
@@ -140,7 +148,7 @@ class Bounds:
             return Bound(0.0, self._peak_bytes(choice, NOTHING), "compute")
         found = most.part(choice.samples / samples)
         if not self._rates_grow and samples != choice.samples:
-            found = replace(found, compute_us=0.0, layer_us=0.0)
+            found = replace(found, compute_us=0.0, layer_us=0.0, layer_forward_us=0.0)
         if (activations, tier) != _activations(choice):
             found = replace(found, activation_bytes=0.0, layer_bytes=0.0)
         return self._bound(choice, replace(found, launches_us=0.0))
@@ -175,25 +183,26 @@ class Bounds:
             bare = replace(Plan.from_dict(plan.to_dict() | ALONE | own), activations=activations)
             self.hardware.check_format(plan.precision.compute)
             setting = Setting(bare, axes.num_shared, self.hardware, loop=Loop())
-            programs = self.family.finished(samples, setting, key)
+            programs = self.family.finished(samples, setting)
             found = [self._alone_in(program) for program in programs]
             columns = list(zip(*found, strict=True))
-            compute, activations, copies, launches = map(self.family.extrapolated, columns)
-            self._alone[key] = Alone(
-                compute, activations, copies, launches,
-                self.family.slope(columns[0]), self.family.slope(columns[1]),
-            )  # fmt: skip
+            compute, activations, copies, launches = map(self.family.extrapolated, columns[:4])
+            slopes = (self.family.slope(columns[i]) for i in (0, 1, 4))
+            self._alone[key] = Alone(compute, activations, copies, launches, *slopes)
         return self._alone[key]
 
-    def _alone_in(self, program: Planned) -> tuple[float, float, float, float]:
+    def _alone_in(self, program: Planned) -> tuple[float, float, float, float, float]:
         found = forecast(program, self.hardware)
         spans = found.timeline.spans
-        compute = sum(s.task.us for s in spans if s.task.kind in ("region", "pack"))
+        own = [s.task for s in spans if s.task.kind in ("region", "pack")]
+        compute = sum(task.us for task in own)
+        forward = sum(task.us for task in own if task.graph == FORWARD)
         if program.plan.parallel.is_used:  # values of other ranks are waited for as well
             compute = max(compute, ALONE_SHARE * _with_values_us(spans))
         copies = max(found.timeline.busy_us[lane] for lane in BESIDE)
-        launches = found.timeline.busy_us[Lane.HOST]
-        return compute, _most_held(found.memory), copies, launches
+        host = [s.task for s in spans if s.task.lane is Lane.HOST]
+        launches = sum(task.us for task in host if task.graph != "step")  # which is once for all
+        return compute, _most_held(found.memory), copies, launches, forward
 
     # -- time -------------------------------------------------------------------------------
     def _lanes(self, choice: Choice, alone: Alone) -> dict[str, float]:
@@ -237,8 +246,14 @@ class Bounds:
         size, turns = parallel.pipeline, parallel.interleave
         if size == 1:
             return num * alone.compute_us
-        most = max(self.family.layers_of_ranks(parallel), default=0)
-        slowest = max(alone.compute_us / size, most * alone.layer_us)
+        layers = self.family.layers_of_ranks(parallel)
+        slowest = max(alone.compute_us / size, max(layers, default=0) * alone.layer_us)
+        if parallel.splits_backward:
+            ahead = accumulate(layers, initial=0)
+            waits = (before * alone.layer_forward_us for before in ahead)
+            works = (num * own * alone.layer_us for own in layers)
+            each = (wait + work for wait, work in zip(waits, works, strict=False))
+            return max([num * slowest, *each])
         through = alone.compute_us / size + alone.compute_us * (size - 1) / (size * turns)
         return (num - 1) * slowest + max(through, slowest)
 
@@ -294,13 +309,17 @@ class Bounds:
     def _in_pipeline(self, choice: Choice, alone: Alone, trained: float, ranks: int) -> float:
         """Return what a rank holds of gradients, and of micro-batches that are under way.
 
-        The rank at position p of P has P - p micro-batches under way, or all that there are. With
-        whole gradients summed, those of a stage are there until the last micro-batch.
+        The rank at position p of P has P - p micro-batches under way, or all that there are; with
+        gpipe all. With whole gradients summed, those of a stage are there until the last
+        micro-batch.
         """
         plan, num = choice.plan, choice.accumulation
         size = plan.parallel.pipeline
         layers = enumerate(self.family.layers_of_ranks(plan.parallel))
-        most = max((min(num, size - rank) * own for rank, own in layers), default=0)
+        has_all = plan.parallel.schedule == "gpipe"
+        most = max(
+            ((num if has_all else min(num, size - rank)) * own for rank, own in layers), default=0
+        )
         saved = most * alone.layer_bytes
         sums = plan.parallel.accumulate == "whole" and num > 1 and ranks > 1
         return saved + (ITEM_BYTES[plan.precision.master] * trained if sums else 0.0)

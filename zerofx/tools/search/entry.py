@@ -121,6 +121,7 @@ def search(
     space = Space(
         described, world_size, 0, base, settled, family.tiled, nvme,
         most_stages=_most_stages(family, settled), has_sequences=family.tokens > 0,
+        has_loss="parallel" in settled or family.has_loss,
     )  # fmt: skip
     ranks = space.data_ranks()
     samples, notes = _global_samples(family, world_size, ranks, global_samples, batch_tokens)
@@ -144,10 +145,8 @@ def _settled(plan: PlanLike, hardware: Hardware) -> tuple[Plan, frozenset[str]]:
 
 
 def _most_stages(family: Family, settled: frozenset[str]) -> int:
-    """Return how many pipeline stages plans may have: none if forward returns no loss."""
-    if "parallel" in settled or not family.has_loss:
-        return 0
-    return family.units
+    """Return how many pipeline stages plans may have: none if the axes stay as given."""
+    return 0 if "parallel" in settled else family.units
 
 
 def _global_samples(

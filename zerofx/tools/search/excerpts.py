@@ -126,11 +126,12 @@ def rank_kinds(
 def lengths(kind: RankKind, settled: int, stride: int) -> tuple[int, ...]:
     """Return by how many layers each of its stages is shortened; (0,) if that would gain nothing.
 
-    With two numbers, the figures of the whole stage are extrapolated from those of both.
+    With two numbers, the figures of the whole stage are extrapolated from those of both, which
+    together have more layers than a stage that is little longer than they are.
     """
     least = min((s.layers for s in kind.stages), default=0)
     fewer = (least - settled) // stride * stride
-    return (0,) if fewer <= stride else (fewer, fewer - stride)
+    return (0,) if fewer <= 2 * stride else (fewer, fewer - stride)
 
 
 def excerpt(kind: RankKind, fewer: int, parallel: Parallel, least: int) -> Excerpt:

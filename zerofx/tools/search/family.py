@@ -23,7 +23,7 @@ from zerofx.capture.units import find_units
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError
 from zerofx.ir.program import Loop, ParamInfo, Planned, Program
-from zerofx.passes.cut_stages import unit_positions
+from zerofx.passes.cut_stages import CutStages, cut, unit_positions
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, resume, run
 from zerofx.passes.place import with_parts
@@ -41,10 +41,14 @@ STRIDE = 2
 MOST_SETTLED = 12  # no further numbers of layers are tried above it
 BEFORE_BUCKETS = "spill-activations"  # the last pass before the layout of parameters matters
 PLACED = "place"  # the last pass on the whole model, after which pipeline stages are cut
-CUT = "cut-stages"
+CUT = CutStages.name
 
 # Fields of `Parallel` that say nothing about values: how a pipeline runs, and where it is cut.
 WHOLE: dict[str, Any] = {"micro_batches": "auto", "cuts": "auto", "accumulate": "whole"}
+
+# To capture and to place a model takes longer than to cut it. So ranks of all kinds are priced in
+# one model, whose length is a multiple of this. Layers that are left over are another rank's.
+SHARED_LENGTH = 8
 
 # Called with the next action, and whether it is of interest until the following one only.
 Says = Callable[[str, bool], None]
@@ -90,6 +94,7 @@ class Family(ABC):
     says: Says = silent
     _begun: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
     _placed: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
+    _stages: dict[tuple[Any, ...], dict[int, Planned]] = field(default_factory=dict)
     _layers_of_ranks: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -181,7 +186,8 @@ class Family(ABC):
     @cached_property
     def units(self) -> int:
         """The number of units, of which each pipeline stage has one at least."""
-        return len(unit_positions(self.described(Parallel()), Parallel()))
+        uses = (use for param in self.described(Parallel()) for use in param.uses)
+        return len({use.unit for use in uses if use.unit})
 
     def layers_of_ranks(self, parallel: Parallel) -> tuple[int, ...]:
         """Return how many layers of the stack each rank of a pipeline has; none without a stack.
@@ -202,53 +208,60 @@ class Family(ABC):
         """Return the captured program of each length, for a micro-batch of this many samples."""
         return tuple(self._program(length, samples, outputs) for length in self.lengths)
 
-    def finished(
-        self, samples: int, setting: Setting, shape: tuple[Any, ...]
-    ) -> tuple[Planned, ...]:
-        """Return the program of each length with all passes run, unproved.
-
-        shape: the choices that the passes before the layout of buckets depend on.
-        """
-        found = []
-        for length in self.lengths:
-            key = length, setting.world_size, shape, setting.plan.outputs
-            if key not in self._begun:
-                self._begun[key] = self._begin(length, samples, setting)
-            found.append(resume(self._begun[key], setting, BEFORE_BUCKETS))
-        return tuple(found)
+    def finished(self, samples: int, setting: Setting) -> tuple[Planned, ...]:
+        """Return the program of each length with all passes run, unproved."""
+        return tuple(
+            resume(self._begin(length, samples, setting), setting, BEFORE_BUCKETS)
+            for length in self.lengths
+        )
 
     def _begin(self, length: int, samples: int, setting: Setting) -> Planned:
+        """Return the program of a length before the layout of buckets."""
         plan = setting.plan
-        if plan.parallel.is_used and plan.memory_budget is None:
+        if plan.memory_budget is not None:  # all fields decide what meets it
+            key: tuple[Any, ...] = (length, samples, plan, setting.world_size, setting.loop)
+            if key not in self._begun:
+                program = self._program(length, samples, plan.outputs)
+                self._begun[key] = run(program, setting, BEFORE_BUCKETS, Proof.NONE)
+            return self._begun[key]
+        key = self._placed_key(length, samples, setting), _early(setting)
+        if key not in self._begun:
             placed = self._placed_program(length, samples, setting)
-            return resume(placed, setting, PLACED, BEFORE_BUCKETS)
-        program = self._program(length, samples, plan.outputs)
-        return run(program, setting, BEFORE_BUCKETS, Proof.NONE)
+            self._begun[key] = resume(placed, setting, PLACED, BEFORE_BUCKETS)
+        return self._begun[key]
 
-    def _placed_program(self, length: int, samples: int, setting: Setting) -> Planned:
-        """Return the program of a length with the passes run that a pipeline begins with."""
+    def _placed_key(self, length: int, samples: int, setting: Setting) -> tuple[Any, ...]:
+        """Return all that the passes up to `place` depend on in this family."""
         plan = setting.plan
         outputs = "loss" if plan.parallel.pipeline > 1 else plan.outputs
         axes = replace(plan.parallel, pipeline=1, interleave=1, schedule="1f1b", **WHOLE)
-        key = length, samples, outputs, axes, plan.tiling, setting.world_size
+        tiles: Any = plan.tiling
+        if tiles == "auto":
+            tiles = plan, setting.world_size
+        elif tiles != "off":
+            tiles = tiles, setting.world_size
+        return length, samples, outputs, axes, tiles
+
+    def _placed_program(self, length: int, samples: int, setting: Setting) -> Planned:
+        """Return the program of a length with the passes run that a pipeline begins with."""
+        key = self._placed_key(length, samples, setting)
         if key not in self._placed:
+            outputs = key[2]
             program = self._program(length, samples, outputs)
             self._placed[key] = run(program, setting, PLACED, Proof.NONE)
         return self._placed[key]
 
-    def ranks(
-        self, samples: int, setting: Setting, shape: tuple[Any, ...], micro_batches: int
-    ) -> list[RankPrograms]:
+    def ranks(self, samples: int, setting: Setting, micro_batches: int) -> list[RankPrograms]:
         """Return the programs of a pipeline's ranks with all passes run, those of a kind once."""
         parallel = setting.plan.parallel
         looped = replace(setting, loop=Loop(micro_batches, no_sync=True))
-        kinds = self._excerpts(parallel)
-        cut = self._cut(samples, looped, shape, kinds)
-        if cut is None:  # values skip stages
+        kinds = self._excerpts(parallel, samples)
+        begun = self._begin_stages(samples, looped, kinds)
+        if begun is None:  # values skip stages
             kinds = self._every_rank(parallel)
-            cut = self._cut(samples, looped, shape, kinds)
-            assert cut is not None
-        finished = iter([resume(each, looped, BEFORE_BUCKETS) for each in cut])
+            begun = self._begin_stages(samples, looped, kinds)
+            assert begun is not None
+        finished = iter([resume(each, looped, BEFORE_BUCKETS) for each in begun])
         return [
             RankPrograms(
                 ranks,
@@ -258,30 +271,50 @@ class Family(ABC):
             for ranks, made, fewer in kinds
         ]
 
-    def _cut(
-        self, samples: int, setting: Setting, shape: tuple[Any, ...], kinds: Sequence[Kind]
+    def _begin_stages(
+        self, samples: int, setting: Setting, kinds: Sequence[Kind]
     ) -> list[Planned] | None:
         """Return the stages' programs before the layout of buckets; None if they do not show it."""
         found, whole = [], setting.plan.parallel
         for each in (e for _, made, _ in kinds for e in made):
-            for number in each.own(whole):
-                key = each, number, whole, shape, setting.world_size
+            for number, stage in self._cut(each, samples, setting).items():
+                key = self._cut_key(each, samples, setting), number, each.numbers, _early(setting)
                 if key not in self._begun:
-                    placed = self._placed_program(each.length, samples, setting)
-                    short = each.parallel(whole, self._units_of(each.length))
-                    plan = replace(setting.plan, parallel=short)
-                    at = replace(setting, plan=plan, position=number)
-                    stage = resume(placed, at, PLACED, CUT)
                     if not each.shows(stage):
                         return None
-                    stage = each.renumbered(stage, whole)
-                    self._begun[key] = resume(stage, setting, CUT, BEFORE_BUCKETS)
+                    own = each.renumbered(replace(stage), whole)
+                    self._begun[key] = resume(own, setting, CUT, BEFORE_BUCKETS)
                 found.append(self._begun[key])
         return found
 
+    def _cut_key(self, each: Excerpt, samples: int, setting: Setting) -> tuple[Any, ...]:
+        """Return all that the passes up to `cut-stages` depend on in this family.
+
+        They are the same for all schedules and numbers of micro-batches: only without a loss in
+        forward is one schedule refused.
+        """
+        parallel = setting.plan.parallel
+        schedule = "" if self.has_loss else parallel.schedule
+        placed = self._placed_key(each.length, samples, setting)
+        return placed, each.size, each.position, each.starts, parallel.interleave, schedule
+
+    def _cut(self, each: Excerpt, samples: int, setting: Setting) -> dict[int, Planned]:
+        """Return the programs of a rank's stages in a short pipeline, by their numbers there."""
+        key = self._cut_key(each, samples, setting)
+        if key not in self._stages:
+            placed = self._placed_program(each.length, samples, setting)
+            whole = setting.plan.parallel
+            short = each.parallel(whole, self._units_of(each.length))
+            own = each.own(whole)
+            self._stages[key] = dict(zip(own, cut(placed, short, own), strict=True))
+        return self._stages[key]
+
     @abstractmethod
-    def _excerpts(self, parallel: Parallel) -> list[Kind]:
-        """Return (positions, short pipelines, layers less in the first) of each kind of ranks."""
+    def _excerpts(self, parallel: Parallel, samples: int) -> list[Kind]:
+        """Return (positions, short pipelines, layers less in the first) of each kind of ranks.
+
+        samples: of a micro-batch; a model of enough layers that was captured for it is taken again.
+        """
 
     @abstractmethod
     def _units_of(self, length: int) -> list[str]:
@@ -338,7 +371,7 @@ class FamilyOfOne(Family):
     def described(self, parallel: Parallel) -> list[ParamInfo]:
         return with_parts(self.program.params.values(), parallel)
 
-    def _excerpts(self, parallel: Parallel) -> list[Kind]:
+    def _excerpts(self, parallel: Parallel, samples: int) -> list[Kind]:
         return self._every_rank(parallel)
 
     def _units_of(self, length: int) -> list[str]:
@@ -423,15 +456,19 @@ class ModelFamily(Family):
         computes = compute_dtypes(module, compute_dtype(precision), module_dtypes(precision))
         return describe_uncalled(module, find_units(module, self.plan.units), computes)
 
-    def _excerpts(self, parallel: Parallel) -> list[Kind]:
+    def _excerpts(self, parallel: Parallel, samples: int) -> list[Kind]:
         kinds = []
         if self.stack and parallel.cuts == "auto":
             kinds = rank_kinds(self.described(parallel), parallel, self.stack, self.layers)
-        least = SETTLED + 2 * STRIDE + 1  # of most excerpts, so that they share a captured model
+        tried = [(k, n) for k in kinds for n in lengths(k, SETTLED, STRIDE)]
+        needed = max((excerpt(k, n, parallel, 0).length for k, n in tried), default=0)
+        least = min(-(-needed // SHARED_LENGTH) * SHARED_LENGTH, self.layers)
+        known = [n for n, own, outputs in self._programs if (own, outputs) == (samples, "loss")]
+        least = min((n for n in known if n >= needed), default=least)
         found: list[Kind] = []
         for kind in kinds:
             fewer = lengths(kind, SETTLED, STRIDE)
-            made = tuple(excerpt(kind, n, parallel, min(least, self.layers)) for n in fewer)
+            made = tuple(excerpt(kind, n, parallel, least) for n in fewer)
             found.append((kind.positions, made, fewer[0]))
         if not found or any(e.length > self.layers for _, made, _ in found for e in made):
             return self._every_rank(parallel)
@@ -528,6 +565,19 @@ class ModelFamily(Family):
             return leaf.new_zeros(samples, *leaf.shape[1:]) if leaf.shape[0] == before else leaf
 
         return pytree.tree_map(resized, (self.target.args, self.target.kwargs))
+
+
+def _early(setting: Setting) -> tuple[Any, ...]:
+    """Return the fields that the passes from `place` to the layout of buckets read, no budget set.
+
+    Copies of activations run as far ahead as gathers do. A budget of the host is for all that lies
+    there.
+    """
+    plan = setting.plan
+    copies = plan.offload.activations
+    ahead = plan.prefetch if copies != "none" else "auto"
+    host = None if plan.host_budget is None else (plan.host_budget, plan.offload)
+    return plan.activations, copies, ahead, host, plan.parallel.splits_backward
 
 
 def _is_large(module: nn.Module, layer_numel: int) -> bool:

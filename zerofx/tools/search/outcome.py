@@ -141,7 +141,7 @@ def outcome(choice: Choice, family: Family, hardware: Hardware, world_size: int)
     setting = Setting(
         choice.plan, world_size, hardware, loop=Loop(choice.accumulation, choice.no_sync)
     )
-    programs = family.finished(choice.samples, setting, choice.shape)
+    programs = family.finished(choice.samples, setting)
     found = [_looped(choice, program, hardware, family.loop) for program in programs]
     if _shrinks(found):
         if family.longer is not None:  # so few layers do not show what many need
@@ -212,7 +212,7 @@ def _of_pipeline(
     size, turns = parallel.pipeline, parallel.interleave
     of_rank: dict[int, dict[str, float]] = {}
     wires: dict[Wire, float] = {}
-    for kind in family.ranks(choice.samples, setting, choice.shape, num):
+    for kind in family.ranks(choice.samples, setting, num):
         found = [_of_rank(programs, prices, num, family.loop) for programs in kind.variants]
         if _shrinks(found):
             raise _unsteady(choice)

@@ -27,6 +27,7 @@ SEARCHED = (
 TILES = 4
 INTERLEAVED = 2  # pipeline stages of each rank, where a plan has several
 FEWEST = 2  # micro-batches of a pipeline
+FEWEST_ROWS = 2  # samples of a micro-batch whose results are put together with those of others
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,6 @@ class Choice:
     accumulation: int
     no_sync: bool
     place: int = 0
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """The fields that compute and saved activations depend on."""
-        plan = self.plan
-        # Copies of activations run as far ahead as gathers do.
-        ahead = plan.prefetch if plan.offload.activations != "none" else "auto"
-        axes = plan.parallel
-        return self.samples, plan.activations, plan.offload.activations, plan.tiling, ahead, axes
 
     @property
     def kin(self) -> tuple[Any, ...]:
@@ -100,7 +92,8 @@ class Space:
 
     settled: plan fields that stay as given. tiled: name patterns of large linears. nvme: the folder
     of the nvme tier. most_samples: of a micro-batch, None for any. most_stages: pipeline stages
-    that the model can be cut into; 0 if forward returns no loss, so that it has no pipeline.
+    that the model can be cut into. has_loss: forward returns a loss; without one a pipeline runs
+    all forwards first.
     has_sequences: a context axis can divide the model's inputs.
     """
 
@@ -114,6 +107,7 @@ class Space:
     most_samples: int | None = None
     most_stages: int = 0
     has_sequences: bool = False
+    has_loss: bool = True
 
     def choices(self) -> Iterator[Choice]:
         """Yield every valid choice, the plainest first."""
@@ -180,6 +174,8 @@ class Space:
             if part % accumulation or samples > (self.most_samples or samples):
                 continue
             if parallel.is_used and samples > self.largest:
+                continue
+            if parallel.pipeline > 1 and not self.has_loss and samples < FEWEST_ROWS:
                 continue
             if parallel.pipeline == 1 or self._divides(parallel, accumulation):
                 yield samples, accumulation
@@ -265,14 +261,19 @@ class Space:
         return list(dict.fromkeys(found))
 
     def _pipelines(self, axes: Parallel) -> Iterator[Parallel]:
+        """Yield the pipelines of each size, with each schedule that the model can have."""
         left = self.world_size // axes.tensor
         for size in range(2, min(left, self.most_stages) + 1):
-            if left % size == 0:
+            if left % size:
+                continue
+            if self.has_loss:
                 yield replace(axes, pipeline=size)
+                yield replace(axes, pipeline=size, schedule="zero-bubble")
                 if INTERLEAVED * size <= self.most_stages:
                     yield replace(
                         axes, pipeline=size, schedule="interleaved", interleave=INTERLEAVED
                     )
+            yield replace(axes, pipeline=size, schedule="gpipe")
 
     def _stage(self) -> list[int]:
         return [0, 1, 2, 3] if self.world_size > 1 else [0, 3]

@@ -125,6 +125,7 @@ def _way_out(family: Family, given: Choice, hardware: Hardware, world_size: int)
         frozenset() if is_cut else frozenset({"parallel"}),
         family.tiled, plan.offload.path or NVME, samples,
         family.units if plan.parallel.pipeline > 1 else 0, family.tokens > 0,
+        plan.parallel.pipeline == 1 or family.has_loss,
     )  # fmt: skip
     bounds = Bounds(family, hardware, world_size, space.plainest)
     search = Search(family, space, bounds, says=family.says)
