@@ -211,7 +211,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any, name: str) -> None:
         raise OptimizerError(
             f"{name} {type(optimizer).__name__} holds none of the parameters of "
             f"{type(model).__name__}, so its steps would not train the model. It holds "
-            f"{len(given)} parameters; the model has {len(held)} others. Build it over the "
+            f"{len(given)} parameters. The model has {len(held)} others. Build it over the "
             "parameters of the model that is compiled"
         )
 

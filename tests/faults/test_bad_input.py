@@ -173,7 +173,7 @@ def test_hardware_files(model: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     """Every mistake names the file and the field; test_hardware.py has them all."""
     path = tmp_path / "ours.yaml"
     for content, words in (
-        ("base: dgx-h100\nmemory_bytes_per_sec: 3", "field 'memory_bytes_per_sec'; did you mean"),
+        ("base: dgx-h100\nmemory_bytes_per_sec: 3", "field 'memory_bytes_per_sec'. Did you mean"),
         ("base: dgx-h100\nmemory_bytes_per_s: -3", "= -3: allowed are numbers above 0"),
         ("base: dgx-h100\ndevice_memory_bytes: 80 potatoes", "bytes = '80 potatoes'"),
         ("launch_us: 3", "leaves out name, device, device_type"),
@@ -193,15 +193,15 @@ def net() -> nn.Module:
     ("options", "kind", "message"),
     [
         ({"stage": 3}, TypeError, "Call zerofx.compile(model, Plan(stage=3))"),
-        ({"stgae": 3}, TypeError, "did you mean 'stage'?"),
-        ({"optimiser": None}, TypeError, "did you mean 'optimizer'?"),
+        ({"stgae": 3}, TypeError, "Did you mean 'stage'?"),
+        ({"optimiser": None}, TypeError, "Did you mean 'optimizer'?"),
         ({"model": nn.Linear}, TypeError, "Call zerofx.compile(Linear(...))"),
         ({"model": "net"}, TypeError, "model is of type str, not an nn.Module"),
-        ({"plan": 3}, ValueError, "did you mean Plan(stage=3)?"),
+        ({"plan": 3}, ValueError, "Did you mean Plan(stage=3)?"),
         ({"plan": zerofx.Plan}, ValueError, "write Plan()"),
         ({"plan": "gone.yaml"}, ValueError, "Give an existing file"),
         ({"plan": "zero3"}, ValueError, "must end in .yaml, .yml or .json"),
-        ({"plan": "an optimizer"}, ValueError, "an optimizer is passed as optimizer="),
+        ({"plan": "an optimizer"}, ValueError, "Pass an optimizer as optimizer="),
         ({"optimizer": "an optimizer"}, ValueError, "none of the parameters of Sequential"),
         ({"optimizer": ["an optimizer"]}, TypeError, "optimizer[0] is of type str"),
         ({"optimizer": torch.optim.AdamW}, TypeError, "optimizer is the class AdamW"),

@@ -33,7 +33,7 @@ def test_foreign_files(content: bytes, tmp_path: Path) -> None:
 def test_other_versions(kept: Any) -> None:
     path, _, _ = kept
     change(path, 8, struct.pack("<I", 0))
-    refused(path, "format version 0 at offset 8, of an older zerofx; this one reads version 1")
+    refused(path, "format version 0 at offset 8, of an older zerofx. This one reads version 1")
     change(path, 8, struct.pack("<I", 2))
     refused(path, "format version 2 at offset 8, of a newer zerofx")
 
@@ -78,15 +78,15 @@ def test_files_cut_short(keep: int | str, kept: Any) -> None:
         refused(path, "not a store of zerofx")
         return
     first = {
-        "data": "; a is the first incomplete extent",
-        "middle": "; c is the first incomplete extent",
+        "data": ". a is the first incomplete extent",
+        "middle": ". c is the first incomplete extent",
     }
-    refused(path, f"truncated at offset {at}: .* were written; .*{first.get(str(keep), '')}")
+    refused(path, f"truncated at offset {at}: .* were written. .*{first.get(str(keep), '')}")
 
 
 def test_never_flushed(tmp_path: Path, store_engine: Any) -> None:
     with nvme.NvmeStore.create(tmp_path, {"w": 8}, label="x", engine=store_engine) as store:
-        refused(Path(store.path), f"in use by process {os.getpid()} on .*; wait for it to end")
+        refused(Path(store.path), f"in use by process {os.getpid()} on .*. Wait for it to end")
         copy = tmp_path / "copy"
         copy.write_bytes(Path(store.path).read_bytes())
     refused(copy, f"never flushed by process {os.getpid()}")

@@ -22,11 +22,11 @@ MIB, KIB = 1 << 20, 1 << 10
 @pytest.mark.parametrize(
     ("code", "way_out"),
     [
-        (errno.ENOSPC, "free space on that file system"),
-        (errno.EDQUOT, "raise the disk quota"),
-        (errno.EIO, "the device reports a fault"),
-        (errno.EROFS, "remount the file system writable"),
-        (errno.ESTALE, "see the kernel's log"),
+        (errno.ENOSPC, "Free space on that file system"),
+        (errno.EDQUOT, "Raise the disk quota"),
+        (errno.EIO, "The device reports a fault"),
+        (errno.EROFS, "Remount the file system writable"),
+        (errno.ESTALE, "See the kernel's log"),
     ],
     ids=lambda value: errno.errorcode.get(value) if isinstance(value, int) else "",
 )
@@ -43,7 +43,7 @@ def test_a_write_that_fails(
     text = str(caught.value)
     assert text.startswith(
         f"write of {file.path}, 256.0 KiB (262144 bytes) of blocks.3.mlp.fc1.weight at offset "
-        f"524288: {os.strerror(code)} ({errno.errorcode[code]}); {way_out}"
+        f"524288: {os.strerror(code)} ({errno.errorcode[code]}). {way_out}"
     )
     assert isinstance(caught.value, ZerofxError) and isinstance(caught.value.__cause__, OSError)
     with pytest.raises(NvmeError):  # to whoever else waits, too
@@ -83,7 +83,7 @@ def test_a_write_without_progress_is_an_error(file: Any, disk: Disk) -> None:
 def test_a_read_behind_the_end(nbytes: int, direct: bool, tmp_path: Path, engine: Any) -> None:
     with nvme.File(tmp_path / "file", "w", engine=engine, direct=direct) as file:
         file.write(random_bytes(nbytes - 1), 100)
-        with pytest.raises(NvmeError, match=f"the file ends at offset {nbytes + 99}; "):
+        with pytest.raises(NvmeError, match=f"the file ends at offset {nbytes + 99}. "):
             file.read(torch.empty(nbytes, dtype=torch.uint8), 100)
 
 
@@ -93,7 +93,7 @@ def test_a_device_that_is_really_full(tmp_path: Path, engine: Any) -> None:
     with nvme.File(tmp_path / "file", "w", engine=engine) as file:
         resource.setrlimit(resource.RLIMIT_FSIZE, (640 * KIB, hard))
         try:
-            with pytest.raises(NvmeError, match=r"of w at offset \d+: .*\(EFBIG\); .*ulimit -f"):
+            with pytest.raises(NvmeError, match=r"of w at offset \d+: .*\(EFBIG\). .*ulimit -f"):
                 file.write(random_bytes(MIB), label="w")
             with pytest.raises(NvmeError, match=r"cannot reserve .*\(EFBIG\)"):
                 file.reserve(MIB)
@@ -198,8 +198,8 @@ def test_errors_that_are_no_fault_of_the_disk(file: Any, disk: Disk) -> None:
 
 REFUSED = {
     "list": ([1.0], "list is not a tensor"),
-    "sparse": (torch.eye(3).to_sparse(), "only dense tensors in host memory"),
-    "meta": (torch.empty(3, device="meta"), r"float32\[3\] is meta; only dense tensors in host"),
+    "sparse": (torch.eye(3).to_sparse(), "Only dense tensors in host memory"),
+    "meta": (torch.empty(3, device="meta"), r"float32\[3\] is meta. Only dense tensors in host"),
     "strided": (torch.ones(4, 4).t(), r"float32\[4, 4\] with strides \(1, 4\) is not contiguous"),
     "conjugate": (torch.ones(2, dtype=torch.complex64).conj(), "not contiguous"),
 }
@@ -220,9 +220,9 @@ def test_paths_and_options_that_cannot_be(tmp_path: Path, engine: Any) -> None:
         nvme.File(tmp_path / "absent")
     with pytest.raises(NvmeError, match=r"cannot open .*\(ENOTDIR\)"):
         nvme.File(tmp_path / "file" / "below", "w")
-    with pytest.raises(NvmeError, match=r"cannot open .*\(EISDIR\); give the path of a file"):
+    with pytest.raises(NvmeError, match=r"cannot open .*\(EISDIR\). Give the path of a file"):
         nvme.File(tmp_path, "w")
-    with pytest.raises(NvmeError, match="mode = 'a'; allowed are 'r', 'r\\+', 'w'"):
+    with pytest.raises(NvmeError, match=r"mode = 'a'\. Allowed are 'r', 'r\+', 'w'"):
         nvme.File(tmp_path / "file", "a")
     with nvme.File(tmp_path / "file", engine=engine) as file:
         with pytest.raises(NvmeError, match="open for reading"):

@@ -203,10 +203,10 @@ DIFFERENCES = [
     (other_dropout, "0.5, True", "0.1, True", "the same model in the same mode"),
     (part_in_eval_mode, "aten", "aten.native_dropout", "the same model in the same mode"),
     (of_another_kind, "input x(f64[4, 8])", "input x(f32[4, 8])", "the same model"),
-    (other_width, "up.weight=f32[32, 8] ", "up.weight=f32[16, 8];", "build the same model"),
-    (frozen_on_one_rank, "down.bias=f32[8] frozen ", "down.bias=f32[8];", "build the same model"),
-    (other_precision, "with plan.precision=bf16 ", "with plan.precision=fp32;", "the same plan"),
-    (other_groups, "with param_groups=2 ", "with param_groups=1;", "the same parameter groups"),
+    (other_width, "up.weight=f32[32, 8] ", "up.weight=f32[16, 8].", "build the same model"),
+    (frozen_on_one_rank, "down.bias=f32[8] frozen ", "down.bias=f32[8].", "build the same model"),
+    (other_precision, "with plan.precision=bf16 ", "with plan.precision=fp32.", "the same plan"),
+    (other_groups, "with param_groups=2 ", "with param_groups=1.", "the same parameter groups"),
     (clipped_on_one_rank, "clip_grad_norm_", "forward of MLP", "run clip_grad_norm_"),
     (in_eval_mode_on_one_rank, "inference of MLP", "forward of MLP", "torch.no_grad()"),
 ]
@@ -228,7 +228,7 @@ def test_a_rank_that_trains_differently_is_named(pool: Pool, per_host: int | Non
             mine, _, theirs = message.partition(" while rank 0 runs ")
             assert message.startswith("rank 1 is about to run"), (body.__name__, message)
             assert odd in f"{mine} " and common in theirs, (body.__name__, message)
-            assert rule in message.rpartition("; every rank must ")[2], (body.__name__, message)
+            assert rule in message.rpartition(". Every rank must ")[2], (body.__name__, message)
 
 
 def what_may_differ() -> list[str]:

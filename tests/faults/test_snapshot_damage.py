@@ -81,7 +81,7 @@ def test_foreign(tmp_path: Path, live: Any) -> None:
     refused(tmp_path / "nowhere", live, f"{tmp_path / 'nowhere'}: no such directory")
     refused(tmp_path, live, f"{tmp_path} is not a snapshot")
     (tmp_path / "file").write_text("weights")
-    refused(tmp_path / "file", live, "is a file; a snapshot is a directory")
+    refused(tmp_path / "file", live, "is a file. A snapshot is a directory")
     (tmp_path / "zerofx.json").write_text('{"format": "something"}')
     refused(tmp_path, live, "not the manifest of a zerofx snapshot")
     (tmp_path / "zerofx.json").write_text("[1]")

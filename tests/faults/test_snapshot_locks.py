@@ -85,7 +85,7 @@ def test_the_lock_of_another_host(tmp_path: Path, run: Any) -> None:
     folder = tmp_path / "save"
     path = write_lock(folder, host="node7", boot="another")
     os.utime(path, (time.time() - 7300, time.time() - 7300))
-    refused(folder, run, "of host node7", "(2 h ago)", f"if it has ended, remove {path}")
+    refused(folder, run, "of host node7", "(2 h ago)", f"If it has ended, remove {path}")
     path.unlink()
     save(folder, run)
 

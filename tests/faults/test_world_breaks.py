@@ -39,10 +39,10 @@ def raises_in_mid_call(per_host: int) -> str:
 def test_the_others_learn_of_an_exception_at_once(pool: Pool, per_host: int) -> None:
     failed, waiting = pool.run(2, raises_in_mid_call, per_host)
     assert waiting.startswith(
-        f"rank 0, last at backward of N (call 1), {BROKEN}, does not continue; "
+        f"rank 0, last at backward of N (call 1), {BROKEN}, does not continue. "
     )
-    assert f"rank 1 waits in {LABEL}" in waiting
-    assert waiting.split(";")[0] in failed
+    assert "Rank 1 " in waiting and f"waits in {LABEL}" in waiting
+    assert waiting.split(". ")[0] in failed
 
 
 def raises_after_its_launches(per_host: int) -> str:
@@ -60,7 +60,7 @@ def raises_after_its_launches(per_host: int) -> str:
 def test_a_rank_does_not_wait_for_one_that_broke_off_before(pool: Pool, per_host: int) -> None:
     _, message = pool.run(2, raises_after_its_launches, per_host)
     assert message.startswith(f"rank 0, last at forward of program 3fa0 (call 1), {BROKEN}, does ")
-    assert "rank 1 is about to run forward of program 3fa1 (call 2)" in message
+    assert "Rank 1 is about to run forward of program 3fa1 (call 2)" in message
 
 
 def both_arrive(world: World) -> str:
@@ -77,7 +77,7 @@ def test_a_rank_that_failed_alone_cannot_go_on() -> None:
     for message in run_ranks(2, both_arrive):
         assert message.startswith("rank 1 is about to run forward of program 3fa1 (call 2) with ")
         assert "rank 0 runs forward of program 3fa1 with the call before=broken off" in message
-        assert message.endswith("; rank 0 broke off call 1: ValueError('boom')")
+        assert message.endswith(". Rank 0 broke off call 1: ValueError('boom')")
 
 
 def fail_alike(per_host: int) -> list[float]:

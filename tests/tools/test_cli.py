@@ -105,7 +105,7 @@ def test_an_emitted_directory_is_a_model(
     twin = run_json(capsys, "memory", folder)
     assert twin["peak_bytes"] == program.memory().peak_bytes
     assert "def forward" in run(capsys, "dump", folder, "--level", "regions")
-    assert "its plan is in plan.yaml" in run(capsys, "memory", folder, "--stage", "2", status=1)
+    assert "Its plan is in plan.yaml" in run(capsys, "memory", folder, "--stage", "2", status=1)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_an_emitted_directory_is_a_model(
         (["memory", STACK.replace(":stack", ":stock")], "Did you mean 'stack'?"),
         (["memory", STACK.replace(":stack", ":Stack")], "Return (module, args, kwargs)"),
         (["memory", "hf:absent/config.json"], "hf:absent/config.json does not exist"),
-        (["memory", STACK, "--set", "stgae=2"], "did you mean 'stage'"),
+        (["memory", STACK, "--set", "stgae=2"], "Did you mean 'stage'"),
         (["memory", STACK, "--set", "stage"], "Write key=value"),
         (["memory", STACK, "--stage", "4"], "stage"),
         (["memory", STACK, "--machine", "abacus"], "unknown hardware 'abacus'"),

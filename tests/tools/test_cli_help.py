@@ -82,6 +82,9 @@ def test_tables_fit_the_terminal(
         assert ended([command[0], STACK, *command[1:], *PLAN]) == 0
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= columns, command
+    assert ended(["passes"]) == 0  # specs, which can be read back, stay whole
+    comments = [line for line in capsys.readouterr().out.splitlines() if "#" in line]
+    assert len(comments) > 20 and max(map(len, comments)) <= columns
     monkeypatch.setenv("COLUMNS", "")  # a pipe: whole lines
     assert ended(["schedule", STACK, *PLAN]) == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) > 80

@@ -17,16 +17,20 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer.main
 from torch import nn
 
 import zerofx
-from zerofx.tools.cli import main
+from benchmarks.figures import claims
+from zerofx.tools.cli import app, main
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -202,11 +206,138 @@ def test_code_in_the_docs_is_python() -> None:
     assert num > 20
 
 
+# -- Commands and figures --------------------------------------------------------------------------
+
+COMMANDS: Any = typer.main.get_command(app)
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+
+
+def written(text: str) -> Iterator[list[str]]:
+    """Yield the commands of a page, in console blocks and in code within a line, as words."""
+    inline = [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", without_blocks(text))]
+    lines = [line for b in blocks(text) if b.language in ("", "console", "bash")
+             for line in b.text.replace("\\\n", " ").splitlines()]  # fmt: skip
+    for line in (*inline, *lines):
+        try:
+            words = shlex.split(line.removeprefix("$ ").strip(), comments=True)
+        except ValueError:  # prose of a block, or the first line of a text in quotes
+            continue
+        while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+            words = words[1:]
+        if len(words) > 1 and words[0] in ("zerofx", "python", "torchrun", "make", "pytest"):
+            yield words
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
+def of_zerofx(words: list[str]) -> str:
+    """Return what is wrong with a command of zerofx; arguments may be left out in prose."""
+    name, *argv = words
+    if name == "--version":
+        return ""
+    if name not in COMMANDS.commands:
+        return f"no command {name}"
+    command = COMMANDS.commands[name]
+    known = {o for p in command.params for o in (*p.opts, *p.secondary_opts)}
+    given = {word.partition("=")[0] for word in argv if word.startswith("--")}
+    if name != "demo" and given - known - {"--help"}:  # the demo has a parser of its own
+        return f"no option {sorted(given - known)[0]}"
+    return ""
+
+
+def of_python(words: list[str]) -> str:
+    """Return what is wrong with a module or a script of this repository, or with its options."""
+    if "-m" in words:
+        module = words[words.index("-m") + 1]
+        if not module.startswith("benchmarks"):
+            return ""
+        argv = words[words.index("-m") + 2 :]
+        path = ROOT / module.replace(".", "/")
+        files = sorted(path.glob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+    else:
+        found = [n for n, word in enumerate(words) if word.endswith(".py")]
+        if not found or not words[found[0]].startswith(("examples/", "tests/", "benchmarks/")):
+            return ""  # a script of the reader's
+        argv, files = words[found[0] + 1 :], [ROOT / words[found[0]]]
+    if not files[0].is_file():
+        return f"no file {files[0].relative_to(ROOT)}"
+    source = "".join(p.read_text("utf-8") for p in files)
+    imported = re.findall(r"^from benchmarks\.(\w+) import", source, re.M)  # they declare some
+    shared = [ROOT / "benchmarks" / f"{name}.py" for name in imported]
+    source += "".join(p.read_text("utf-8") for p in shared if p.is_file())
+    unknown = [w for w in argv if w.startswith("--") and f'"{w.partition("=")[0]}"' not in source]
+    return f"no option {unknown[0]}" if unknown else ""
+
+
+def wrong(words: list[str]) -> str:
+    """Return what is wrong with a command of a page, or an empty text."""
+    program, *argv = words
+    if program == "zerofx":
+        return of_zerofx(argv)
+    if program in ("python", "torchrun"):
+        return of_python(words)
+    if program == "make":
+        names = [word for word in argv if "=" not in word]
+        return "" if TARGETS.issuperset(names) else f"no target {' '.join(names)}"
+    gone = [w for w in argv if w.startswith("tests") and not (ROOT / w.partition("::")[0]).exists()]
+    return f"no tests {gone[0]}" if gone else ""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_commands_can_be_run(page: Path) -> None:
+    """Their programs, files, targets and options are there."""
+    faults = [f"{shlex.join(w)}: {f}" for w in written(page.read_text("utf-8")) if (f := wrong(w))]
+    assert not faults
+
+
+def test_a_command_that_cannot_be_run_is_found() -> None:
+    page = "`zerofx memroy` `zerofx memory m:f --wrld 2` `make tset` `python examples/gone.py`\n"
+    page += (
+        "```console\n$ python -m benchmarks.memory \\\n    --size 4\n$ pytest tests/gone.py\n```\n"
+    )
+    assert [wrong(words) for words in written(page)] == [
+        "no command memroy", "no option --wrld", "no target tset", "no file examples/gone.py",
+        "no option --size", "no tests tests/gone.py",
+    ]  # fmt: skip
+
+
+def test_every_table_of_figures_names_its_command() -> None:
+    """Each section of the measurements, and each row of the README, says how to repeat it."""
+    for name in ("measured.md", "measurement-log.md"):
+        _, *sections = re.split(r"^## ", (ROOT / "docs" / name).read_text("utf-8"), flags=re.M)
+        for section in sections:
+            named = re.search(
+                r"python -m\s+benchmarks|-m benchmarks|`make |tests/\w+|zerofx ", section
+            )
+            assert named or name == "measurement-log.md", section.splitlines()[0]
+    _, _, rest = README.read_text("utf-8").partition("\n## How fast\n")
+    rows = re.findall(r"^\| .*\d.* \|$", rest.partition("\n## ")[0], re.M)
+    assert len(rows) > 4
+    for row in rows:
+        assert re.search(r"\| `python -m benchmarks\.\w+` \|$", row), row
+
+
+def test_figures_are_those_of_the_files_they_come_from() -> None:
+    found = list(claims())
+    assert {claim.page for claim in found} == {"README.md", "docs/measured.md"}
+    assert not [fault for claim in found if (fault := claim.fault())]
+    other = dataclasses.replace(found[0], figures=(*found[0].figures[:-1], "7.77"))
+    assert "7.77" in other.fault()
+
+
+def test_files_of_results_are_there() -> None:
+    for page in PAGES:
+        for name in re.findall(r"benchmarks/results/([\w./*-]+\.json)", page.read_text("utf-8")):
+            assert list((ROOT / "benchmarks" / "results").glob(name)), f"{page.name}: {name}"
+
+
 # -- Links -----------------------------------------------------------------------------------------
 
 
 def without_code(text: str) -> str:
-    return re.sub(r"`[^`\n]+`", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S))
+    return re.sub(r"`[^`\n]+`", "", without_blocks(text))
 
 
 @cache

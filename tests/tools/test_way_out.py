@@ -145,4 +145,4 @@ def test_a_finished_program_has_no_other_plan() -> None:
     program = zerofx.rewrite(gpt(), {"stage": 0}, 2)
     view = zerofx.predict(program, hardware=with_memory(MIB))
     assert not view.fits and view.way_out is None
-    assert "its plan is fixed; run zerofx search on its model" in str(view)
+    assert "its plan is fixed. Run zerofx search on its model" in str(view)

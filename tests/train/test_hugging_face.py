@@ -101,12 +101,12 @@ def test_a_configuration_file_of_accelerate(tmp_path: Path) -> None:
     assert found.offload.tiers["optimizer"] == "cpu"
     assert plan_from_config({"distributed_type": "MULTI_GPU"}).stage == 0
     for config, said in (
-        ({"fsdp_config": {"fsdp_reshard": True}}, "fsdp_config: reshard is unknown; did you mean"),
+        ({"fsdp_config": {"fsdp_reshard": True}}, "fsdp_config: reshard is unknown. Did you mean"),
         ({"fsdp_config": {"fsdp_reshard_after_forward": "HYBRID_SHARD"}}, "shard_axis_size"),
-        ({"deepspeed_config": {"zero_stag": 3}}, "deepspeed_config.zero_stag is unknown; did you"),
+        ({"deepspeed_config": {"zero_stag": 3}}, "deepspeed_config.zero_stag is unknown. Did you"),
         ({"megatron_lm_config": {"a": 1}}, "megatron_lm_config is not supported"),
         ({"distributed_type": "TPU"}, "distributed_type = TPU"),
-        ({"mixed_precison": "bf16"}, "mixed_precison is unknown; did you mean 'mixed_precision'"),
+        ({"mixed_precison": "bf16"}, "mixed_precison is unknown. Did you mean 'mixed_precision'"),
     ):
         with pytest.raises(PlanError, match=said):
             plan_from_config(config)

@@ -634,7 +634,7 @@ def test_modules_that_a_plan_names_run_eagerly_on_two_ranks(pool: Pool) -> None:
 
 def test_names_of_islands_that_do_not_fit_are_refused() -> None:
     model = Text("mlp")
-    with pytest.raises(PlanError, match=r"no module of Text matches 'block\.1'; its modules are"):
+    with pytest.raises(PlanError, match=r"no module of Text matches 'block\.1'. Its modules are"):
         zerofx.compile(model, {"islands": ["block.1"]})
     assert type(model) is Text and model.head.weight.shape == (40, WIDTH)
     with pytest.raises(PlanError, match=r"islands = 'blocks\.1': allowed are 'auto', 'refuse'"):

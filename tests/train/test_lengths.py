@@ -243,7 +243,7 @@ def test_memory_is_told_for_any_size():
     program = model.programs[0]
     wanted = alone.programs[0].memory()
     assert program.memory(sizes={"s0_1": 27}).peak_bytes == wanted.peak_bytes
-    with pytest.raises(ProgramError, match=r"has no size width; those that vary are s0_1"):
+    with pytest.raises(ProgramError, match=r"has no size width. Those that vary are s0_1"):
         program.memory(sizes={"width": 4})
 
 

@@ -203,7 +203,7 @@ def test_states_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         zerofx.load(tmp_path / "two", model, optimizers[0])
     with pytest.raises(SnapshotError, match=r"Give zerofx.optim.whole_matrices\(Soap\(...\)\)"):
         zerofx.load(tmp_path / "one", model, unmarked)
-    with pytest.raises(SnapshotError, match=r"only states .* Give zerofx.optim.whole_matrices"):
+    with pytest.raises(SnapshotError, match=r"Only states .* Give zerofx.optim.whole_matrices"):
         train(model, [unmarked], range(1), case="chain")
         unmarked.state[split(model)[0][0]]["GG"] = torch.zeros(3)
         zerofx.save(tmp_path / "odd", model, unmarked)

@@ -245,7 +245,7 @@ def trace_once(
     if harness.lines.seeded_at:
         raise CaptureError(
             f"capture: forward seeds torch's generator, and {harness.lines.seeded_at} runs under "
-            "that seed, which a program would not repeat; draw the numbers outside the model and "
+            "that seed, which a program would not repeat. Draw the numbers outside the model and "
             "pass them in, or keep them in a buffer"
         )
     if harness.changed_state:

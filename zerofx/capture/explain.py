@@ -20,61 +20,61 @@ from zerofx.errors import CaptureError
 _READS = {
     "item": (
         ".item() reads a tensor's value",
-        "keep it a tensor, or return it and call .item() outside the model",
+        "Keep it a tensor, or return it and call .item() outside the model",
     ),
     "tolist": (
         ".tolist() reads a tensor's values",
-        "keep them a tensor, or pass the list as an argument",
+        "Keep them a tensor, or pass the list as an argument",
     ),
-    "numpy": ("a tensor is handed to NumPy", "use torch functions, or do it outside the model"),
+    "numpy": ("a tensor is handed to NumPy", "Use torch functions, or do it outside the model"),
     "__bool__": (
         "Python control flow depends on a tensor's value",
-        "use torch.where, or decide by an argument of the call",
+        "Use torch.where, or decide by an argument of the call",
     ),
     "__index__": (
         "a tensor's value is used as an index or a size",
-        "derive it from a shape, or pass it as an argument",
+        "Derive it from a shape, or pass it as an argument",
     ),
     "__getitem__": (
         "a tensor is indexed by another tensor's value",
-        "use torch.index_select or torch.gather, which keep the index a tensor",
+        "Use torch.index_select or torch.gather, which keep the index a tensor",
     ),
-    "__int__": ("int() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
-    "__float__": ("float() reads a tensor's value", "keep it a tensor, or pass it as an argument"),
+    "__int__": ("int() reads a tensor's value", "Keep it a tensor, or pass it as an argument"),
+    "__float__": ("float() reads a tensor's value", "Keep it a tensor, or pass it as an argument"),
     "__complex__": (
         "complex() reads a tensor's value",
-        "keep it a tensor, or pass it as an argument",
+        "Keep it a tensor, or pass it as an argument",
     ),
     "equal": (
         "torch.equal() reads the values of tensors",
-        "use torch.eq(a, b).all(), and torch.where for what depends on it",
+        "Use torch.eq(a, b).all(), and torch.where for what depends on it",
     ),
     "allclose": (
         "torch.allclose() reads the values of tensors",
-        "use torch.isclose(a, b).all(), and torch.where for what depends on it",
+        "Use torch.isclose(a, b).all(), and torch.where for what depends on it",
     ),
     "__format__": (
         "a tensor's value is formatted as text",
-        "format its shape, or return it and print it outside the model",
+        "Format its shape, or return it and print it outside the model",
     ),
-    "__array__": ("a tensor is handed to NumPy", "use torch functions, or do it outside the model"),
+    "__array__": ("a tensor is handed to NumPy", "Use torch functions, or do it outside the model"),
     "tensor": (
         "torch.tensor() reads the values of tensors",
-        "use torch.stack or torch.cat, which keep them tensors",
+        "Use torch.stack or torch.cat, which keep them tensors",
     ),
-    "__deepcopy__": ("a tensor is deep-copied", "use .clone()"),
-    "save": ("a tensor is saved", "return it and save it outside the model"),
+    "__deepcopy__": ("a tensor is deep-copied", "Use .clone()"),
+    "save": ("a tensor is saved", "Return it and save it outside the model"),
     "data_ptr": (
         "data_ptr() asks for a tensor's memory",
-        "wrap the kernel that needs it as a torch.library.custom_op with a fake",
+        "Wrap the kernel that needs it as a torch.library.custom_op with a fake",
     ),
     "backward": (
         "forward calls backward()",
-        "use torch.autograd.grad, or call backward() on what the model returns",
+        "Use torch.autograd.grad, or call backward() on what the model returns",
     ),
     "__contains__": (
         "Python control flow depends on a tensor's values",
-        "use torch.isin, or decide by an argument of the call",
+        "Use torch.isin, or decide by an argument of the call",
     ),
 }
 _SIZES = ("arange", "empty", "full", "linspace", "ones", "rand", "randn", "zeros")
@@ -91,7 +91,7 @@ _NO_VALUES = (
     ".numpy() is not supported for",
     "Cannot backprop through mirrored meta",
 )
-_UNKNOWN_READ = ("a tensor's value is read", "keep it a tensor, or do it outside the model")
+_UNKNOWN_READ = ("a tensor's value is read", "Keep it a tensor, or do it outside the model")
 
 
 @contextlib.contextmanager
@@ -147,14 +147,14 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     if isinstance(error, DataDependentError) or last_call == "numpy" or has_no_values:
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
         way = _way_for_experts(error.__traceback__) or way
-        return CaptureError(f"capture: {what}{at}, which no static graph can follow; {way}")
+        return CaptureError(f"capture: {what}{at}, which no static graph can follow. {way}")
     if isinstance(error, DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
         way = _way_for_experts(error.__traceback__) or (
-            "use a mask with torch.where, or a size that is fixed in advance"
+            "Use a mask with torch.where, or a size that is fixed in advance"
         )
         return CaptureError(
-            f"capture: the shape of the result of {call}{at} depends on the data; {way}"
+            f"capture: the shape of the result of {call}{at} depends on the data. {way}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
     said = f"capture: forward failed{at}: {type(error).__name__}: {first}"
@@ -169,7 +169,7 @@ def _way_for_experts(trace: TracebackType | None) -> str:
         is_loop = getattr(config, "_experts_implementation", None) == "eager"
         if is_loop and hasattr(module, "has_gate"):  # set by transformers' decorator of experts
             return (
-                'call model.set_experts_implementation("grouped_mm") before compile, which '
+                'Call model.set_experts_implementation("grouped_mm") before compile, which '
                 "computes the same in shapes that are known in advance"
             )
         trace = trace.tb_next

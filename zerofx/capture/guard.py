@@ -102,8 +102,8 @@ def check_device(device: torch.device | None) -> None:
     """
     if device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise CaptureError(
-            f"capture: device {device} is not available; to plan for GPUs without one, capture for "
-            "the CPU (device=None): the graph differs in a few operators only"
+            f"capture: device {device} is not available. To plan for GPUs without one, capture for "
+            "the CPU (device=None). The graph differs in a few operators only"
         )
 
 

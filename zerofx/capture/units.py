@@ -48,8 +48,8 @@ def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
     for pattern in wanted:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CaptureError(
-                f"units: no module of {type(model).__name__} matches {pattern!r}; "
-                f"its modules are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                f"units: no module of {type(model).__name__} matches {pattern!r}. "
+                f"Its modules are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
             )
     found: list[str] = []
     for name in names:

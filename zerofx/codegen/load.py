@@ -97,7 +97,7 @@ def read_directory(directory: Path) -> Emitted:
 
 def _broken(path: Path, what: str) -> ProgramError:
     return ProgramError(
-        f"{path} {what}; restore it, or write the directory again with program.emit(directory)"
+        f"{path} {what}. Restore it, or write the directory again with program.emit(directory)"
     )
 
 
@@ -117,7 +117,7 @@ def _read_facts(directory: Path) -> dict[str, Any]:
     found = facts.get("format") if isinstance(facts, dict) else None
     if found != FORMAT:
         raise ProgramError(
-            f"{path} is of format {found!r}, this zerofx reads {FORMAT}; emit the program again"
+            f"{path} is of format {found!r}. This zerofx reads {FORMAT}. Emit the program again"
         )
     try:
         return check_facts(facts)
@@ -192,7 +192,7 @@ def _function(path: Path) -> Callable[[list[Any]], Any]:
     function = getattr(import_file(path, f"zerofx_region_{path.stem}"), path.stem, None)
     if not callable(function):
         raise ProgramError(
-            f"{path} has no function {path.stem}; restore it, or emit the program again"
+            f"{path} has no function {path.stem}. Restore it, or emit the program again"
         )
     return function
 
@@ -206,14 +206,14 @@ class _Regions:
     def __getattr__(self, name: str) -> Callable[[list[Any]], Any]:
         if name not in self._files.functions:
             known = ", ".join(self._files.functions)
-            raise ProgramError(f"schedule.py: regions/{name}.py is missing; there are {known}")
+            raise ProgramError(f"schedule.py: regions/{name}.py is missing. There are {known}")
         return lambda args: self._run(name, args)
 
     def _run(self, name: str, args: list[Any]) -> Any:
         recorder = self._files.now()
         if type(args) is not list:
             kind = type(args).__name__
-            raise recorder.refuse(f"{name} takes one list, which it empties; this is a {kind}")
+            raise recorder.refuse(f"{name} takes one list, which it empties. This is a {kind}")
         for arg in args:
             if not is_symbolic(arg):
                 recorder.node(arg, f"an argument of {name}")
@@ -337,7 +337,7 @@ class Reading:
         """Run both parts of a backward that pauses; return what the first one hands out."""
         handed = next(parts, None)
         for _ in parts:
-            raise recorder.refuse("backward yields twice; it pauses once")
+            raise recorder.refuse("backward yields twice. It pauses once")
         return handed
 
     @contextmanager
@@ -418,7 +418,7 @@ class Reading:
         mine = [s for role in wanted for s in specs if s.role is role]
         what = " and ".join(f"{r.value}s" for r in wanted)
         if len(mine) != len(values):
-            raise recorder.refuse(f"{len(values)} {what} are returned; the program has {len(mine)}")
+            raise recorder.refuse(f"{len(values)} {what} are returned. The program has {len(mine)}")
         return [
             (spec, None if v is None else recorder.node(v, f"{spec.role.value} {spec.name}"))
             for spec, v in zip(mine, values, strict=True)
@@ -463,7 +463,7 @@ class Reading:
             at = frames[-1]
             lines = "\n".join(file_lines(at.filename, at.lineno or 1))
             raise ProgramError(
-                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}; a schedule is a straight-"
+                f"{Path(at.filename).name}:{at.lineno}: {_said(error)}. A schedule is a straight-"
                 f"line sequence of calls that reads no values\n{lines}"
             ) from error
 
@@ -519,7 +519,7 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
         if not emitted.edited:  # unchanged files: this is a fault of zerofx
             raise
         raise ProgramError(
-            f"{emitted.directory}: its files are inconsistent ({_said(error)}); edited: "
+            f"{emitted.directory}: its files are inconsistent ({_said(error)}). Edited: "
             f"{', '.join(emitted.edited)}. Restore them, or emit the program again"
         ) from error
 
@@ -580,7 +580,7 @@ def _verify(program: Planned, emitted: Emitted, placements: Placements | None) -
     except ProgramError as error:
         what, _, lines = str(error).partition("\n")
         if emitted.edited:
-            what += f"; edited: {', '.join(emitted.edited)}"
+            what += f". Edited: {', '.join(emitted.edited)}"
         raise ProgramError(f"{emitted.directory}: {what}\n{lines}") from None
 
 
@@ -588,8 +588,8 @@ def _graph_function(emitted: Emitted, module: ModuleType, name: str) -> Callable
     function = getattr(module, name, None)
     if not callable(function):
         raise ProgramError(
-            f"{emitted.directory / 'schedule.py'} has no function {name}: it is truncated; "
-            "restore it, or write the directory again with program.emit(directory)"
+            f"{emitted.directory / 'schedule.py'} has no function {name}: it is truncated. "
+            "Restore it, or write the directory again with program.emit(directory)"
         )
     return function
 
@@ -626,7 +626,7 @@ def check_fits(program: Planned, layout: Layout, world_size: int) -> None:
 def _unfit(program: Planned, what: str) -> ProgramError:
     where = program.directory or program.model_name
     return ProgramError(
-        f"{where} does not fit this model: {what}; emit a program of this model under its plan "
+        f"{where} does not fit this model: {what}. Emit a program of this model under its plan "
         "(model.programs[0].emit(directory)) and edit that"
     )
 

@@ -56,7 +56,7 @@ class Calls:
             if spec.call == name:
                 return partial(spec.read or partial(read_plainly, spec), self)
         known = sorted(spec.call for spec in specs())
-        raise self.refuse(f"the engine has no call {name}; it has {', '.join(known)}")
+        raise self.refuse(f"the engine has no call {name}. It has {', '.join(known)}")
 
     @property
     def graph(self) -> fx.Graph:
@@ -123,7 +123,7 @@ class Calls:
         """Return the parameters at these positions of a bucket."""
         held = self.bucket(bucket).params
         if not isinstance(params, tuple):
-            raise self.refuse(f"positions of parameters are a tuple; this is {params!r}")
+            raise self.refuse(f"positions of parameters are a tuple. This is {params!r}")
         if wrong := [i for i in params if type(i) is not int or not 0 <= i < len(held)]:
             raise self.refuse(
                 f"position {wrong[0]!r} is none of the {len(held)} parameters of bucket {bucket}"

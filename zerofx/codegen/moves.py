@@ -109,7 +109,7 @@ class _MoveCollector:
         hop = self._hops.get((name, source, target))
         if hop is None:
             raise ProgramError(
-                f"{verb}: no value {name} goes from stage {source} to stage {target}; there are "
+                f"{verb}: no value {name} goes from stage {source} to stage {target}. There are "
                 f"{', '.join(f'{n} ({a} to {b})' for n, a, b in self._hops)}"
             )
         mine, other = (target, source) if verb == "receive" else (source, target)
@@ -157,8 +157,8 @@ def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[P
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise ProgramError(
-            f"{where}{_at(error, where)}: {said}; it has a number MICRO_BATCHES, and a function "
-            "step(rt) that calls receive, forward, send and backward of rt"
+            f"{where}{_at(error, where)}: {said}. The file has a number MICRO_BATCHES, and a "
+            "function step(rt) that calls receive, forward, send and backward of rt"
         ) from error
     done = moves_of_all(program, num)
     done[_rank(program)] = tuple(recorder.moves)

@@ -349,11 +349,11 @@ class Agreement:
         if lost is None and waited_s > self.timeout_s:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
             if stopped := self.stopped():
-                lost += f"; {stopped}"
-            rule = "; every rank must make as many calls, and use several models in the same order"
+                lost += f". {stopped}"
+            rule = ". Every rank must make as many calls, and use several models in the same order"
         if lost is not None:
             here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})"
-            raise self.fail(f"{lost}; {here}{rule}")
+            raise self.fail(f"{lost}. {here[0].upper()}{here[1:]}{rule}")
 
     def _groups(self) -> dict[Entry, list[int]]:
         """Return each announcement of this call with its ranks, after waiting for late ones."""
@@ -396,7 +396,7 @@ class Agreement:
         for row, rank in enumerate(self.ranks):
             reason = self.board.broke_off(row, self.call - 1)
             if reason is not None:
-                message += f"; rank {rank} broke off call {self.call - 1}: {reason}"
+                message += f". Rank {rank} broke off call {self.call - 1}: {reason}"
         self._differing = groups
         raise DesyncError(message)
 

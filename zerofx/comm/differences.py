@@ -38,7 +38,7 @@ def describe_difference(
     last = f"{name_ranks(majority, 'runs', 'run')} {common.what}"
     if theirs is not None:
         last += f" with {_shown(theirs)}"
-    return f"{', '.join(parts)} while {last}; {_rule([e.what for e in groups], names)}"
+    return f"{', '.join(parts)} while {last}. {_rule([e.what for e in groups], names)}"
 
 
 def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Published) -> str:
@@ -56,8 +56,8 @@ def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Publis
     here, there = (_first(a - b) for a, b in ((mine, theirs), (theirs, mine)))
     return (
         f"{name_ranks(groups[odd])} about to run {odd.what} (call {call}) with {here} while "
-        f"{name_ranks(groups[common], 'runs', 'run')} it with {there}, from inputs of equal sizes; "
-        "every rank must run the same model in the same mode (train() or eval(), frozen parameters)"
+        f"{name_ranks(groups[common], 'runs', 'run')} it with {there}, from inputs of equal sizes. "
+        "Every rank must run the same model in the same mode (train() or eval(), frozen parameters)"
     )
 
 
@@ -129,25 +129,25 @@ def _shown(items: list[str]) -> str:
 _PARAMETER, _STEPS = "parameter ", "optimizer steps"
 # Start of the name of a differing item -> what ranks must have in common; the first match counts.
 _RULES = {
-    _PARAMETER: "every rank must build the same model: the same layers, sizes, dtypes and frozen "
+    _PARAMETER: "Every rank must build the same model: the same layers, sizes, dtypes and frozen "
     "parameters",
-    "plan.": "every rank must be given the same plan",
-    _STEPS: "every rank must step its optimizer after the same calls, with the same "
+    "plan.": "Every rank must be given the same plan",
+    _STEPS: "Every rank must step its optimizer after the same calls, with the same "
     "class and options",
-    "optimizer": "every rank must make the same optimizer with the same options",
-    "param_groups": "every rank must have the same parameter groups with the same options",
-    "torch": "every host must have the same version of torch",
-    "deterministic": "every rank must call torch.use_deterministic_algorithms alike",
-    "no_sync": "every rank must enter no_sync() for the same batches",
-    "adds to gradients": "every rank must set its gradients to None (zero_grad) after the same "
+    "optimizer": "Every rank must make the same optimizer with the same options",
+    "param_groups": "Every rank must have the same parameter groups with the same options",
+    "torch": "Every host must have the same version of torch",
+    "deterministic": "Every rank must call torch.use_deterministic_algorithms alike",
+    "no_sync": "Every rank must enter no_sync() for the same batches",
+    "adds to gradients": "Every rank must set its gradients to None (zero_grad) after the same "
     "calls",
-    "inputs_only": "every rank must ask autograd for the same gradients",
-    "accumulated": "every rank must ask autograd for the same gradients",
-    "returned": "every rank must ask autograd for the same gradients",
-    "layout": "every rank must be given the same plan and machine",
-    "buckets to gather again": "every rank must write to parameters, load and refresh() alike",
+    "inputs_only": "Every rank must ask autograd for the same gradients",
+    "accumulated": "Every rank must ask autograd for the same gradients",
+    "returned": "Every rank must ask autograd for the same gradients",
+    "layout": "Every rank must be given the same plan and machine",
+    "buckets to gather again": "Every rank must write to parameters, load and refresh() alike",
 }
-_SAME_CALLS = "every rank must make the same calls in the same order, with the same model and plan"
+_SAME_CALLS = "Every rank must make the same calls in the same order, with the same model and plan"
 _OF_A_STEP = frozenset({"forward", "backward", "inference"})
 
 
@@ -160,17 +160,17 @@ def _rule(whats: list[str], names: list[str]) -> str:
     kinds = {what.partition(" of ")[0] for what in whats}
     apart = [what for what in whats if what.partition(" of ")[0] not in _OF_A_STEP]
     if kinds == {"zerofx.compile"}:
-        return "every rank must compile the same model"
+        return "Every rank must compile the same model"
     if kinds == {"forward", "inference"}:
         return (
-            "every rank must call the same model or copy of it, in the same mode (train() or "
+            "Every rank must call the same model or copy of it, in the same mode (train() or "
             "eval(), torch.no_grad())"
         )
     if kinds == {"forward", "backward"}:
-        return "every rank must call backward() after the same forwards, for as many batches"
+        return "Every rank must call backward() after the same forwards, for as many batches"
     if len(set(apart)) == 1 and kinds & _OF_A_STEP:
         return (
-            f"every rank must run {apart[0]} at the same point of the loop, also if only one "
+            f"Every rank must run {apart[0]} at the same point of the loop, also if only one "
             "rank uses the result"
         )
     return _SAME_CALLS

@@ -51,10 +51,10 @@ def check_mesh(mesh: Any) -> None:
     wrong = [name for name in names if name in NOT_DATA]
     if wrong:
         others = [name for name in names if name not in wrong]
-        fix = f"pass mesh[{others[0]!r}]" if others else "pass the mesh's data-parallel axis"
+        fix = f"Pass mesh[{others[0]!r}]" if others else "Pass the mesh's data-parallel axis"
         raise PlanError(
             f"mesh has an axis {wrong[0]!r}, which is not one of data parallelism (axes: {names}). "
-            f"zerofx shards and replicates over data-parallel ranks only; {fix}, or rename the axis"
+            f"zerofx shards and replicates over data-parallel ranks only. {fix}, or rename the axis"
         )
     if mesh.ndim == 2 and _roles(mesh) is None:
         raise PlanError(

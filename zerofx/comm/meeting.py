@@ -217,12 +217,12 @@ class Meeting:
         with store_errors():
             told = self.store.get("raised").decode() if self.store.check(["raised"]) else None
         if told is not None:
-            raise DesyncError(f"{told}; rank {self.rank} waited for it to start up")
+            raise DesyncError(f"{told}. Rank {self.rank} waited for it to start up")
         if time.monotonic() - self._looked < _LOOK_S:
             return
         lost, self._looked = self.lost(), time.monotonic()
         if lost is not None:
-            raise self.fail(f"{lost}; rank {self.rank} waits for it to start up")
+            raise self.fail(f"{lost}. Rank {self.rank} waits for it to start up")
 
     @contextlib.contextmanager
     def making(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
@@ -276,7 +276,7 @@ class Meeting:
         if missing:
             return self.fail(f"{self.name(missing)} did not take part {doing} (ZEROFX_TIMEOUT_S)")
         return self.fail(
-            f"every rank came {doing}, but they could not be connected: {error}; check the "
+            f"every rank came {doing}, but they could not be connected: {error}. Check the "
             "..._SOCKET_IFNAME variables and the network between the hosts"
         )
 
@@ -294,7 +294,7 @@ class Meeting:
                 late = self.name(missing) if missing else "a rank that ended when it arrived"
                 raise self.fail(
                     f"{late} did not come within "
-                    f"{self.limit_s:g} s (ZEROFX_TIMEOUT_S); rank {self.rank} waits for it to "
+                    f"{self.limit_s:g} s (ZEROFX_TIMEOUT_S). Rank {self.rank} waits for it to "
                     "start up"
                 )
             time.sleep(nap)

@@ -109,7 +109,7 @@ class Watchdog(ABC):
         here = self._here(label)
         lost = agreement.lost(number)
         if lost is not None:
-            return f"{lost}; {here}"
+            return f"{lost}. {here[0].upper()}{here[1:]}"
         for row, rank in enumerate(agreement.ranks):
             if board.call(row) > agreement.call and board.launched(row) < number:
                 entry = board.entry(row, board.call(row))
@@ -189,7 +189,7 @@ class Watchdog(ABC):
         while self._diagnosis is None and time.monotonic() < deadline:
             lost = agreement.lost(number, broken=True)
             if lost is not None:
-                return agreement.fail(f"{lost}; {here}")
+                return agreement.fail(f"{lost}. {here[0].upper()}{here[1:]}")
             time.sleep(0.02)
         return self._diagnosis or agreement.fail(f"{here}, and the transfer failed: {error}")
 

@@ -117,7 +117,7 @@ def _curve(where: str, value: Any) -> Curve:
     points = tuple(_point(where, point, allowed) for point in value)
     for before, after in itertools.pairwise(points):
         if after[0] <= before[0]:
-            raise refuse(where, list(after), allowed, f"it follows x = {before[0]:g}")
+            raise refuse(where, list(after), allowed, f"It follows x = {before[0]:g}")
     return Curve(points)
 
 

@@ -269,7 +269,7 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
         "A rank that runs out of memory leaves the others waiting. Give "
         "per_device_train_batch_size. `zerofx memory` reports what fits.",
     ),
-    ("parallelism_config", bool, "All ranks are data-parallel; see Plan(shard_axis_size=...)."),
+    ("parallelism_config", bool, "All ranks are data-parallel. See Plan(shard_axis_size=...)."),
     ("debug", lambda v: "underflow_overflow" in map(str, _plain(v)), "Use Plan(debug=True)"),
     ("n_gpu", lambda v: (v or 0) > 1, "Launch one process per GPU with torchrun."),
     (

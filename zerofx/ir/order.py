@@ -262,16 +262,16 @@ class Order:
         sizes = self.program.slot_bytes
         slot, wanted = buffer.slot, nbytes(value(node))
         if not 0 <= slot < len(sizes):
-            self.fail(node, f"{node.name} names slot {slot}; the program has {len(sizes)}")
+            self.fail(node, f"{node.name} names slot {slot}. The program has {len(sizes)}")
         if wanted > sizes[slot]:
-            self.fail(node, f"{node.name} needs {wanted} bytes; slot {slot} holds {sizes[slot]}")
+            self.fail(node, f"{node.name} needs {wanted} bytes. Slot {slot} holds {sizes[slot]}")
         holder = self.slots.get(slot)
         if holder is not None and holder.released is None:
             if holder.in_flight:
                 self.fail(
                     node,
                     f"slots overlap: {node.name} puts {self.label(buffer)} into slot {slot} while "
-                    f"{self.label(holder)} is in flight there; use another slot, or wait first",
+                    f"{self.label(holder)} is in flight there. Use another slot, or wait first",
                 )
             holder.taken = node  # wrong only if something still uses what it held
         elif holder is not None:
@@ -285,7 +285,7 @@ class Order:
         index = argument(node, spec.bucket)
         if type(index) is not int or not 0 <= index < len(self.layout.buckets):
             num = len(self.layout.buckets)
-            self.fail(node, f"{node.name} names bucket {index!r}; the layout has {num}")
+            self.fail(node, f"{node.name} names bucket {index!r}. The layout has {num}")
         return self.layout.buckets[index]
 
     def numel(self, node: fx.Node, wanted: int, of: str) -> None:
@@ -315,7 +315,7 @@ class Order:
             self.fail(
                 node,
                 f"{node.name} waits for {buffer.made.name}, which moves nothing: "
-                f"{first.made.name}, launched before it, does; wait for that one first",
+                f"{first.made.name}, launched before it, does. Wait for that one first",
             )
 
     def is_away(self, bucket: Bucket) -> bool:
@@ -359,7 +359,7 @@ class Order:
     def _shard(self, node: fx.Node, index: int) -> None:
         if not 0 <= index < len(self.layout.buckets):
             num = len(self.layout.buckets)
-            self.fail(node, f"{node.name} is a shard of bucket {index}; the layout has {num}")
+            self.fail(node, f"{node.name} is a shard of bucket {index}. The layout has {num}")
         bucket = self.layout.buckets[index]
         wanted, given = self.layout.shard_numel(bucket), value(node).numel()
         if given != wanted or value(node).dtype != bucket.dtype:
@@ -389,13 +389,13 @@ class Order:
             self.fail(
                 node,
                 f"{name_of(node)} reads {what} after {buffer.released.name} "
-                "has freed its memory; move it before that wait, or read it from there",
+                "has freed its memory. Move it before that wait, or read it from there",
             )
         if buffer.kind is Holds.LEAVING and buffer.released is not None:
             self.fail(
                 node,
                 f"{node.name} reads {what} after {buffer.released.name} has "
-                "freed its memory; move the offload after the last read, or reload it",
+                "freed its memory. Move the offload after the last read, or reload it",
             )
         if kind is Kind.WAIT and read in (buffer.made, buffer.offloaded):
             return
@@ -405,24 +405,24 @@ class Order:
                 f"{reader} reads {what} before its wait: only what `wait` returns may be read",
             )
         if not buffer.landed and buffer.kind is not Holds.PACKED:
-            self.fail(node, f"{reader} reads {what} before its wait; move the wait before it")
+            self.fail(node, f"{reader} reads {what} before its wait. Move the wait before it")
         if buffer.released is not None and kind is not Kind.RELEASE:
             self.fail(
                 node,
-                f"{reader} reads {what} after its release; move the release after the last "
+                f"{reader} reads {what} after its release. Move the release after the last "
                 "read, or gather the bucket again",
             )
         if buffer.updated is not None:
             self.fail(
                 node,
                 f"{reader} reads {what} after {buffer.updated.name} has put the optimizer's new "
-                "values there; move the update after the last read",
+                "values there. Move the update after the last read",
             )
         if buffer.taken is not None:
             self.fail(
                 node,
                 f"{reader} uses {what} in slot {buffer.slot} after {buffer.taken.name}, which "
-                "puts another buffer there; give one of the two another slot, or move them apart",
+                "puts another buffer there. Give one of the two another slot, or move them apart",
             )
         if buffer.kind in _MEANT and not (buffer.released and kind is Kind.RELEASE):
             self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}")
@@ -450,8 +450,8 @@ class Order:
             if buffer.written is not None:
                 self.fail(
                     output,
-                    f"saves {name_of(result)}, which {buffer.written.name} takes on to NVMe; "
-                    "save what its wait returns",
+                    f"saves {name_of(result)}, which {buffer.written.name} takes on to NVMe. "
+                    "Save what its wait returns",
                 )
             self.crossing.away[position] = buffer.kind
 
@@ -467,7 +467,7 @@ class Order:
         for buffer in self.roots[result]:
             if buffer.kind in PARAMETERS:
                 held = self.content(result, buffer)
-                self.fail(result, f"{what} looks into {held}, which changes later; clone it")
+                self.fail(result, f"{what} looks into {held}, which changes later. Clone it")
 
     def _saved(self, result: fx.Node, position: int) -> None:
         for buffer in self.roots[result]:
@@ -479,19 +479,19 @@ class Order:
                 self.fail(
                     result,
                     f"saves {what} for backward, but it is in slot {buffer.slot}, which the next "
-                    "call overwrites; gather with slot=-1, or again in backward",
+                    "call overwrites. Gather with slot=-1, or again in backward",
                 )
             elif buffer.kind in PARAMETERS:
                 self.fail(
                     result,
-                    f"saves {name_of(result)} for backward, a view of {what}; gather the "
+                    f"saves {name_of(result)} for backward, a view of {what}. Gather the "
                     "parameter again in backward",
                 )
             elif buffer.kind is Holds.STATE:
                 self.fail(
                     result,
-                    f"saves {name_of(buffer.made)} for backward, which is updated after forward; "
-                    "save a clone",
+                    f"saves {name_of(buffer.made)} for backward, which is updated after forward. "
+                    "Save a clone",
                 )
 
     # -- conditions at the end of the graph -------------------------------------------------------
@@ -540,7 +540,7 @@ class Order:
             return
         for index, buffer in self.reduced.items():
             if index not in self.updates:
-                self.fail(output, f"{self.label(buffer)} is never updated; its gradient is lost")
+                self.fail(output, f"{self.label(buffer)} is never updated. Its gradient is lost")
 
 
 def _reader(node: fx.Node) -> str:
@@ -554,8 +554,8 @@ _MEANT = {
     Holds.PACKED: "a gradient buffer is for pack and reduce only",
     Holds.REDUCED: "a reduced slice is for store_grad only, after offload_grad if the bucket "
     "is kept off the device",
-    Holds.SHARD: "it is kept off the device; reload it first",
-    Holds.STAGED: "it is in host memory; reload it first",
+    Holds.SHARD: "it is kept off the device. Reload it first",
+    Holds.STAGED: "it is in host memory. Reload it first",
     Holds.NEAR: "a reloaded shard is for the all-gather of its bucket only",
     Holds.HOSTED: "a value on the host is for reload or write_out only",
     Holds.STORED: "a value on NVMe is for read_back only",

@@ -186,13 +186,13 @@ def with_sizes(program: P, sizes: Mapping[str, int]) -> P:
     """
     if unknown := sizes.keys() - program.sizes.hints.keys():
         raise ProgramError(
-            f"{program.model_name} has no size {', '.join(sorted(unknown))}; those that vary are "
+            f"{program.model_name} has no size {', '.join(sorted(unknown))}. Those that vary are "
             f"{', '.join(f'{s.name} ({s.dims[0]})' for s in program.sizes.symbols) or 'none'}"
         )
     sizes = {**program.sizes.hints, **sizes}
     if not program.sizes.allow(sizes):
         raise ProgramError(
-            f"{program.model_name} does not serve the sizes {dict(sizes)}; it serves those of at "
+            f"{program.model_name} does not serve the sizes {dict(sizes)}. It serves those of at "
             f"least 2 for which {' and '.join(program.sizes.conditions) or 'nothing else is asked'}"
         )
     copied = program.clone()

@@ -215,7 +215,7 @@ def check_dataflow(program: Planned) -> None:
         graph,
         node,
         f"the program does not compute what was captured: {names} "
-        f"{'differs' if len(wrong) == 1 else 'differ'}; {what}",
+        f"{'differs' if len(wrong) == 1 else 'differ'}. {what}",
     )
 
 
@@ -321,11 +321,11 @@ def _first_difference(
             if isinstance(made, str) and made[:SHORT] not in reference.values:
                 where = user_line(node)
                 note = f"{name_of(node)}{f' ({where})' if where else ''}"
-                return graph, node, f"the first value that the captured graph lacks is {note}"
+                return graph, node, f"The first value that the captured graph lacks is {note}"
     if wrong is None:
         graph = next(iter(program.graphs))
-        return graph, program.graph(graph).output_node(), "nothing computes it"
-    return wrong.graph, wrong.node, "each value is a captured one, but in the wrong place"
+        return graph, program.graph(graph).output_node(), "Nothing computes it"
+    return wrong.graph, wrong.node, "Each value is a captured one, but in the wrong place"
 
 
 def communication(program: Program) -> list[tuple[str, str, tuple[object, ...]]]:

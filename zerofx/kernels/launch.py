@@ -89,8 +89,8 @@ def check_flat(numel: int, **tensors: Tensor | None) -> None:
             continue
         if tensor.dim() != 1 or tensor.numel() != numel or not tensor.is_contiguous():
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)} and strides {tensor.stride()}; "
-                f"flat, contiguous memory of {numel} elements is needed: pass tensor.view(-1)"
+                f"{name} has shape {list(tensor.shape)} and strides {tensor.stride()}. "
+                f"Flat, contiguous memory of {numel} elements is needed. Pass tensor.view(-1)."
             )
 
 

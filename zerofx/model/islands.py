@@ -79,7 +79,7 @@ def named_islands(model: nn.Module, chosen: str | Sequence[str]) -> dict[str, st
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise PlanError(
-                f"Plan.islands: no module of {type(model).__name__} matches {pattern!r}; its "
+                f"Plan.islands: no module of {type(model).__name__} matches {pattern!r}. Its "
                 f"modules are {', '.join(names[1:9])}{', ...' if len(names) > 9 else ''}"
             )
         found |= dict.fromkeys(matching, "Plan.islands names it")

@@ -62,7 +62,7 @@ def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
     if not tensor.is_cpu or not is_dense:
         kind = tensor.device if is_dense else tensor.layout
         raise NvmeError(
-            f"{_what(path, label)}: {_form(tensor)} is {kind}; only dense tensors in host memory "
+            f"{_what(path, label)}: {_form(tensor)} is {kind}. Only dense tensors in host memory "
             "can be moved. Copy it to one (zerofx.nvme.aligned_empty creates the fastest)"
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():

@@ -39,7 +39,7 @@ class IOEngine:
         if piece_bytes < BLOCK_BYTES or piece_bytes % BLOCK_BYTES:
             raise NvmeError(
                 f"piece_bytes = {piece_bytes} is not a multiple of {BLOCK_BYTES} (256 KiB), the "
-                "size of a block with a checksum; round it up"
+                "size of a block with a checksum. Round it up"
             )
         self.num_threads, self.piece_bytes, self._pid = num_threads, piece_bytes, os.getpid()
         self._work = Work(piece_bytes)

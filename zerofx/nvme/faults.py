@@ -12,21 +12,21 @@ from zerofx.plan.sizes import format_bytes
 
 _ELSEWHERE = "or choose another path"
 WAYS_OUT = {
-    errno.ENOSPC: f"free space on that file system, {_ELSEWHERE}",
-    errno.EDQUOT: f"raise the disk quota, {_ELSEWHERE}",
-    errno.EFBIG: f"raise the limit on file sizes (ulimit -f), {_ELSEWHERE}",
-    errno.EIO: f"the device reports a fault: see the kernel's log, {_ELSEWHERE}",
-    errno.EROFS: f"remount the file system writable, {_ELSEWHERE}",
-    errno.EACCES: f"give this user the rights to it, {_ELSEWHERE}",
-    errno.EPERM: f"give this user the rights to it, {_ELSEWHERE}",
-    errno.ENOENT: "give a path that exists",
-    errno.ENOTDIR: "give a path whose folders exist",
-    errno.EISDIR: "give the path of a file",
-    errno.EMFILE: "raise the limit on open files (ulimit -n), or close some",
-    errno.ENOLCK: f"file locks are needed: mount the file system with them, {_ELSEWHERE}",
-    errno.EOPNOTSUPP: _ELSEWHERE.removeprefix("or "),
+    errno.ENOSPC: f"Free space on that file system, {_ELSEWHERE}",
+    errno.EDQUOT: f"Raise the disk quota, {_ELSEWHERE}",
+    errno.EFBIG: f"Raise the limit on file sizes (ulimit -f), {_ELSEWHERE}",
+    errno.EIO: f"The device reports a fault. See the kernel's log, {_ELSEWHERE}",
+    errno.EROFS: f"Remount the file system writable, {_ELSEWHERE}",
+    errno.EACCES: f"Give this user the rights to it, {_ELSEWHERE}",
+    errno.EPERM: f"Give this user the rights to it, {_ELSEWHERE}",
+    errno.ENOENT: "Give a path that exists",
+    errno.ENOTDIR: "Give a path whose folders exist",
+    errno.EISDIR: "Give the path of a file",
+    errno.EMFILE: "Raise the limit on open files (ulimit -n), or close some",
+    errno.ENOLCK: f"File locks are needed. Mount the file system with them, {_ELSEWHERE}",
+    errno.EOPNOTSUPP: "Choose another path",
 }
-_OTHERWISE = f"see the kernel's log, {_ELSEWHERE}"
+_OTHERWISE = f"See the kernel's log, {_ELSEWHERE}"
 
 
 def sized(nbytes: int) -> str:
@@ -48,7 +48,7 @@ def way_out(error: OSError) -> str:
 
 def path_error(doing: str, path: str | os.PathLike[str], error: OSError) -> NvmeError:
     """Return the error for an operation on a whole file or folder."""
-    text = f"{doing} {os.fspath(path)}: {reason(error)}; {way_out(error)}"
+    text = f"{doing} {os.fspath(path)}: {reason(error)}. {way_out(error)}"
     return NvmeError(text, error.errno)
 
 
@@ -98,13 +98,13 @@ def fault_of(is_write: bool, where: Stretch, error: BaseException) -> Fault:
         return Fault(f"{doing} of {where}: {error}")
     if isinstance(error, EndOfFile):
         if is_write:
-            text = f"the file system accepts no bytes at offset {error.at}; {_OTHERWISE}"
+            text = f"the file system accepts no bytes at offset {error.at}. {_OTHERWISE}"
         else:
             text = (
-                f"the file ends at offset {error.at}; another process truncated it, or these bytes "
-                "were never written: write them first"
+                f"the file ends at offset {error.at}. Another process truncated it, or these bytes "
+                "were never written. Write them first"
             )
         return Fault(f"{doing} of {where}: {text}")
     if isinstance(error, OSError):
-        return Fault(f"{doing} of {where}: {reason(error)}; {way_out(error)}", error)
+        return Fault(f"{doing} of {where}: {reason(error)}. {way_out(error)}", error)
     return Fault(f"{doing} of {where}: {type(error).__name__}: {error}", error)

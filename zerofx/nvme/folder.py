@@ -45,7 +45,7 @@ def prepare(path: str | os.PathLike[str], needed_bytes: int = 0, what: str = "th
         except OSError as error:
             raise path_error("cannot make the folder", folder, error) from error
     if not folder.is_dir():
-        raise NvmeError(f"{folder} is a file; the NVMe tier needs a folder: give another path")
+        raise NvmeError(f"{folder} is a file. The NVMe tier needs a folder. Give another path")
     try_writing(folder)
     remove_left_behind(folder)
     need_space(folder, needed_bytes, what)

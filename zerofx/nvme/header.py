@@ -167,8 +167,8 @@ def read_layout(fd: int, path: str) -> Layout:
     if version != FORMAT:
         age = "an older" if version < FORMAT else "a newer"
         raise NvmeError(
-            f"{path}: format version {version} at offset 8, of {age} zerofx; this one reads "
-            f"version {FORMAT}: read it with the zerofx that wrote it"
+            f"{path}: format version {version} at offset 8, of {age} zerofx. This one reads "
+            f"version {FORMAT}. Read it with the zerofx that wrote it"
         )
     text = os.pread(fd, length, _PREFIX.size) if length <= _MAX_LAYOUT_BYTES else b""
     if len(text) < length <= actual - _PREFIX.size or zlib.crc32(text) != crc:
@@ -186,12 +186,12 @@ def need_whole(fd: int, path: str, layout: Layout) -> None:
     actual = os.fstat(fd).st_size
     if actual < layout.nbytes:
         missing = [n for n, e in layout.extents.items() if e.offset + e.nbytes > actual]
-        first = f"; {missing[0]} is the first incomplete extent" if missing else ""
+        first = f". {missing[0]} is the first incomplete extent" if missing else ""
         raise NvmeError(f"{path}: {_cut(actual, layout.nbytes)}{first}")
 
 
 def _cut(actual: int, expected: int) -> str:
-    return f"truncated at offset {actual}: {sized(expected)} were written; write it again"
+    return f"truncated at offset {actual}: {sized(expected)} were written. Write it again"
 
 
 def _parse(text: bytes) -> Layout:

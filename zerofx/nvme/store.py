@@ -164,7 +164,7 @@ class NvmeStore:
             need_whole(handle.buffered, handle.path, layout)
             if not lock(handle.buffered, shared=True):
                 raise NvmeError(
-                    f"{handle.path}: in use by {layout.maker}; wait for it to end, or let it "
+                    f"{handle.path}: in use by {layout.maker}. Wait for it to end, or let it "
                     "close(delete=False)"
                 )
             sums = read_sums(handle, layout)
@@ -199,7 +199,7 @@ class NvmeStore:
         """Begin to write an extent from `tensor`, which must have its size."""
         extent = self._find(name, tensor)
         if not self.can_write:
-            raise NvmeError(f"{self.path}: open for reading only; {name} cannot be written here")
+            raise NvmeError(f"{self.path}: open for reading only. {name} cannot be written here")
         blocks = Blocks(self._sums, extent, self._layout)
         return self._engine.submit_write(self._handle, tensor, extent.offset, label or name, blocks)
 
@@ -231,7 +231,7 @@ class NvmeStore:
         extent = self._layout.extents.get(name)
         if extent is None:
             near = get_close_matches(name, self._layout.extents, 1)
-            hint = f"; the nearest is {near[0]}" if near else ""
+            hint = f". The nearest is {near[0]}" if near else ""
             raise NvmeError(f"{self.path} has no extent {name!r}{hint}")
         if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(

@@ -231,7 +231,7 @@ def _may_stay(o: Order, node: fx.Node, bucket: Bucket) -> None:
         o.fail(
             node,
             f"{node.name} keeps bucket {bucket.index} ({bucket.label()}) gathered between "
-            "calls; at stage 3 only the persistent bucket is: use rt.all_gather and release it",
+            "calls. At stage 3 only the persistent bucket is. Use rt.all_gather and release it",
         )
 
 
@@ -262,7 +262,7 @@ def _order_resident(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} takes bucket {bucket.index} as forward left it, but forward did not "
-            "refresh it; use rt.refresh and wait for it",
+            "refresh it. Use rt.refresh and wait for it",
         )
     _order_made(o, node, Buffer(Holds.RESIDENT, node, bucket.index), near)
 
@@ -281,14 +281,14 @@ def _order_view(o: Order, node: fx.Node) -> None:
     index = buffers[0].bucket
     bucket = o.layout.buckets[index]
     if value(full).numel() != bucket.numel:
-        o.fail(node, f"{node.name} looks into a shard of bucket {index}; gather it first")
+        o.fail(node, f"{node.name} looks into a shard of bucket {index}. Gather it first")
     o.dtype(node, bucket.compute_dtype, f"what is computed with of bucket {index}")
     param = bucket.at.get(offset)
     if (param is None or [*param.shape] != [*shape]) and node.users:
         o.fail(
             node,
             f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "
-            f"bucket {index} ({bucket.label()}); the layout in fingerprint.json has the places",
+            f"bucket {index} ({bucket.label()}). The layout in fingerprint.json has the places",
         )
 
 
@@ -308,14 +308,14 @@ def _order_release(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} releases {o.label(buffer)}, which {buffer.made.name} keeps on the "
-            "device between calls; drop the release",
+            "device between calls. Drop the release",
         )
     sending = next((b for b in buffer.sent if not b.landed), None)
     if sending is not None:
         o.fail(
             node,
             f"{node.name} releases {o.label(buffer)} while {sending.made.name} still sends "
-            "it; move the release after that one's wait",
+            "it. Move the release after that one's wait",
         )
     buffer.released = buffer.released or node
 

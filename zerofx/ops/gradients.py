@@ -358,7 +358,7 @@ def _order_grad_buffer(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} is a second gradient buffer of bucket {bucket.index} "
-            f"({bucket.label()}), after {before.made.name}; pack into that one",
+            f"({bucket.label()}), after {before.made.name}. Pack into that one",
         )
     buffer = Buffer(Holds.PACKED, node, bucket.index, slot_of(node))
     buffer.zeroed = bool(argument(node, 3))
@@ -379,7 +379,7 @@ def _order_pack(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
-            f"{buffer.reduced.name} has reduced it; move the reduction after the last pack",
+            f"{buffer.reduced.name} has reduced it. Move the reduction after the last pack",
         )
     for grad, offset in zip(grads, offsets, strict=True):
         _order_packed(o, node, buffer, bucket, grad, offset)
@@ -414,7 +414,7 @@ def _order_packed(
     if tuple(given.shape) != param.shape or given.dtype != bucket.compute_dtype:
         o.fail(
             node,
-            f"the gradient packed for {param.name} is {given.dtype}{list(given.shape)}; the "
+            f"the gradient packed for {param.name} is {given.dtype}{list(given.shape)}. The "
             f"parameter is {bucket.compute_dtype}{list(param.shape)} ({user_line(grad)})",
         )
     before = buffer.packed.get(offset, grad)
@@ -461,7 +461,7 @@ def _order_scale(o: Order, node: fx.Node, label: str) -> None:
     if scale != 1.0 / world:
         o.fail(
             node,
-            f"{label} is reduced at scale {scale!r}; the mean over {world} ranks is "
+            f"{label} is reduced at scale {scale!r}. The mean over {world} ranks is "
             f"1/{world} = {1.0 / world!r}",
         )
 
@@ -473,7 +473,7 @@ def _order_complete(o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket) -> 
         o.fail(
             node,
             f"{node.name} reduces bucket {bucket.index} before the gradient of "
-            f"{missing[0].name} is packed; move it after the last pack of the bucket",
+            f"{missing[0].name} is packed. Move it after the last pack of the bucket",
         )
     if len(buffer.packed) < len(bucket.params) and not buffer.zeroed:
         rest = next(p.name for p in bucket.params if p.offset not in buffer.packed)
@@ -506,8 +506,8 @@ def _order_store(o: Order, node: fx.Node) -> None:
     if buffer.is_away and reduced.args[0] is not buffer.offloaded:
         o.fail(
             node,
-            f"{node.name} stores {o.label(buffer)} directly from the device; its bucket "
-            "is kept elsewhere: store what offload_grad's wait returns",
+            f"{node.name} stores {o.label(buffer)} directly from the device. Its bucket "
+            "is kept elsewhere. Store what offload_grad's wait returns",
         )
     if buffer.stored is not None:
         o.fail(node, f"{o.label(buffer)} is stored twice: {buffer.stored.name} did it")
@@ -537,7 +537,7 @@ def _order_update(o: Order, node: fx.Node) -> None:
             o.fail(
                 node,
                 f"{node.name} overwrites the shard of {label} while {buffer.made.name} still "
-                "sends it; move the update after the wait",
+                "sends it. Move the update after the wait",
             )
     held[0].updated = o.updates[bucket.index] = node
     if _is_followed(o, bucket.index):

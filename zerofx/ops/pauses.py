@@ -38,7 +38,7 @@ def _task(w: Walk, node: fx.Node) -> None:
 # -- proof ----------------------------------------------------------------------------------------
 def _order(o: Order, node: fx.Node) -> None:
     if o.paused is not None:
-        o.fail(node, f"{node.name} pauses a second time; {o.paused.name} has paused before")
+        o.fail(node, f"{node.name} pauses a second time. {o.paused.name} has paused before")
     o.paused = node
     pairs = zip(o.program.outputs[o.name], o.program.results(o.name), strict=True)
     due = [result for spec, result in pairs if spec.role is Role.INPUT_GRAD]
@@ -51,7 +51,7 @@ def _order(o: Order, node: fx.Node) -> None:
         if what := _left_open(o, buffer):
             o.fail(
                 node,
-                f"{node.name} comes while {o.label(buffer)} {what}; other micro-batches run "
+                f"{node.name} comes while {o.label(buffer)} {what}. Other micro-batches run "
                 "meanwhile. Move it before the pause, or all of it after the pause",
             )
 

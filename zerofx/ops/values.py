@@ -163,7 +163,7 @@ def _order_offload(o: Order, node: fx.Node) -> None:
         held = o.content(x, o.roots[x][0]) if o.roots[x] else f"{name_of(x)}, given"
         o.fail(node, f"{node.name} offloads {held}: only a value of forward's own may leave")
     if (root := alias_source(x)) is not x:
-        o.fail(node, f"{node.name} offloads {x.name}, a view; offload {root.name} whole")
+        o.fail(node, f"{node.name} offloads {x.name}, a view. Offload {root.name} whole")
     leaving = Buffer(Holds.LEAVING, x)
     views = [x]
     while views:

@@ -295,7 +295,7 @@ class FlatOptimizer(Optimizer, ABC):
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise OptimizerError(
                 f"{type(self).__name__}: a step reads rates and step counts on the host, and a "
-                "CUDA graph would repeat the same values at every replay; step outside the graph"
+                "CUDA graph would repeat the same values at every replay. Step outside the graph."
             )
         loss = None
         if closure is not None:

@@ -64,7 +64,7 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
         if not any(_names(pattern, name) for name in known):
             near = difflib.get_close_matches(pattern, known, 3, 0.0)
             raise OptimizerError(
-                f"group {number}: {pattern!r} names none of the {len(known)} parameters; the "
+                f"group {number}: {pattern!r} names none of the {len(known)} parameters. The "
                 f"nearest are {', '.join(near)}"
             )
     chosen = [

@@ -70,13 +70,13 @@ class BackwardUpdates:
         if getattr(optimizer, "grad_scale", None) is not None:
             raise OptimizerError(
                 f"{kind}: a GradScaler cannot unscale gradients that {_PLAN} has used inside "
-                "backward already; compute in bf16 without a scaler, or use Plan(update='step')"
+                "backward already. Compute in bf16 without a scaler, or use Plan(update='step')."
             )
         if self._options not in (None, _options(optimizer)):
             raise OptimizerError(
                 f"{kind}: the options of a group (for example, the learning rate) were changed "
-                f"between backward, which has used the old ones ({_PLAN}), and step(); change them "
-                "after step(), as schedulers do, or use Plan(update='step')"
+                f"between backward, which has used the old ones ({_PLAN}), and step(). Change them "
+                "after step(), as schedulers do, or use Plan(update='step')."
             )
         self._options = None
         for updates in self._updates:

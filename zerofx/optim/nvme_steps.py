@@ -202,8 +202,8 @@ class WholeSteps:
         if self._half_made is not None:
             raise OptimizerError(
                 f"the last step of this {self._kind} failed after some parameters were "
-                f"updated and before others were ({self._half_made}); zerofx.load an earlier state "
-                "before going on"
+                f"updated and before others were ({self._half_made}). Load an earlier state "
+                "with zerofx.load before going on."
             )
 
     def forget(self) -> None:

@@ -95,7 +95,7 @@ def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
             first = covered[0]
             raise PlanError(
                 f"Plan.tiling names {pattern!r}, which covers {first.name} of shape "
-                f"{list(first.shape)} and no matrix; only the weights of linear and embedding "
+                f"{list(first.shape)} and no matrix. Only the weights of linear and embedding "
                 "layers are tiled"
             )
     matches = [(p, patterns.match(p.name)) for p in params if len(p.shape) == 2]
@@ -114,7 +114,7 @@ def _check(param: ParamInfo, count: int, shard_size: int) -> None:
         return
     possible = list(_possible(param, shard_size))
     step = shard_size * _align(param)
-    way_out = "it cannot be tiled on so many ranks; leave it out of the patterns"
+    way_out = "it cannot be tiled on so many ranks. Leave it out of the patterns"
     if possible:
         best = min(possible, key=lambda k: (abs(k - count), k))
         way_out = f"the nearest valid number is {best}"

@@ -486,7 +486,7 @@ class _Reading:
         if old is not None and clipping is None:
             return float(old)
         if clipping is None and "gradient_clipping" not in self.rows:
-            why = "not in the file: 1.0, the default of DeepSpeed 0.19; write 0 to turn it off"
+            why = "not in the file: 1.0, the default of DeepSpeed 0.19. Write 0 to turn it off"
             self.defaults.append(KeyVerdict("gradient_clipping", None, "honoured", why))
         return 1.0 if clipping is None else float(clipping)
 
@@ -667,7 +667,7 @@ class _Reading:
         known = [*_NAMES.values(), *TORCH_OPTIMIZERS]
         why = OTHER_OPTIMIZERS.get(name)
         self.refuse(
-            "optimizer.type", f"it is not supported{f'; {why}' if why else nearest(kind, known)}"
+            "optimizer.type", f"it is not supported{f'. {why}' if why else nearest(kind, known)}"
         )
         return None
 
@@ -751,11 +751,11 @@ _MEANT = {
 
 
 def _hint(key: str) -> str:
-    """Return `; did you mean 'x'?` if the key resembles a known key of its section."""
+    """Return `. Did you mean 'x'?` if the key resembles a known key of its section."""
     section = key.rpartition(".")[0]
     known = [k for k in KEYS if k.rpartition(".")[0] == section]
-    said = f"; did you mean {_MEANT[key]!r}?" if key in _MEANT else nearest(key, known)
-    return said if "did you mean" in said else ""
+    said = f". Did you mean {_MEANT[key]!r}?" if key in _MEANT else nearest(key, known)
+    return said if "Did you mean" in said else ""
 
 
 _NAMES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd": "SGD"}

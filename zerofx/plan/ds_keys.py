@@ -113,7 +113,7 @@ class KeyRule:
 
 _dtype = _word("fp32", "bf16", "fp16")
 _scheduled = KeyRule("ignored", "zerofx schedules all communication ahead of time")
-_pools = KeyRule("ignored", "zerofx sizes its own buffers; see Plan.host_budget")
+_pools = KeyRule("ignored", "zerofx sizes its own buffers. See Plan.host_budget")
 _timed = KeyRule("ignored", "zerofx.record(model) measures steps, call by call")
 FEATURE = KeyRule("refused", "zerofx has nothing for it. Turn it off or remove it")
 
@@ -362,7 +362,7 @@ KEYS: dict[str, KeyRule] = {
     ),
     "elasticity": KeyRule(
         "ignored",
-        "batch sizes do not follow the number of ranks; write all three. zerofx.load accepts any "
+        "batch sizes do not follow the number of ranks. Write all three. zerofx.load accepts any "
         "world size",
         is_warned=True,
     ),
@@ -451,7 +451,7 @@ TORCH_OPTIMIZERS = (
 BY_LOWER_NAME = {name.lower(): name for name in TORCH_OPTIMIZERS}
 OTHER_OPTIMIZERS = {
     **dict.fromkeys(
-        ("onebitadam", "onebitlamb", "zerooneadam"), "gradients are not sent in one bit; use Adam"
+        ("onebitadam", "onebitlamb", "zerooneadam"), "gradients are not sent in one bit. Use Adam"
     ),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "give optimizer= one of the mup package"),
     "muon": "give optimizer= torch.optim.Muon or a list of optimizers to zerofx.compile",

@@ -72,15 +72,15 @@ def covers(pattern: str, name: str) -> bool:
 def refuse(where: str, value: object, allowed: str, way_out: str = "") -> PlanError:
     """Build the error for one bad value: field, value, allowed values, fix."""
     return PlanError(
-        f"{where} = {shown(value)}: allowed {allowed}" + (f"; {way_out}" if way_out else "")
+        f"{where} = {shown(value)}: allowed {allowed}" + (f". {way_out}" if way_out else "")
     )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest known name, or else a list of all names."""
+    """Return `. Did you mean 'x'?` for the closest known name, or else a list of all names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+    return f". Did you mean {close[0]!r}?" if close else f". Known are {', '.join(known)}"
 
 
 def check_names(what: str, given: Iterable[object], known: Iterable[str]) -> None:
@@ -100,7 +100,7 @@ def one_of(*choices: Any) -> Reader:
                 return choice
         texts = [c for c in choices if isinstance(c, str)]
         close = difflib.get_close_matches(value, texts, n=1) if isinstance(value, str) else []
-        way_out = f"did you mean {close[0]!r}?" if close else ""
+        way_out = f"Did you mean {close[0]!r}?" if close else ""
         raise refuse(where, value, "are " + ", ".join(map(repr, choices)), way_out)
 
     return read
@@ -152,7 +152,7 @@ def text(where: str, value: Any) -> str:
     """Accept a non-empty string or a path object."""
     value = str(value) if isinstance(value, Path) else value
     if not isinstance(value, str) or not value:
-        hint = f"if it is a name, quote it: '{value}'" if type(value) in (int, float, bool) else ""
+        hint = f"If it is a name, quote it: '{value}'" if type(value) in (int, float, bool) else ""
         raise refuse(where, value, "is a non-empty string", hint)
     return value
 
@@ -217,7 +217,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
                 if key.value in seen:
-                    said = f"{key.value!r} is given twice; keep one"
+                    said = f"{key.value!r} is given twice. Keep one"
                     raise yaml.constructor.ConstructorError(None, None, said, key.start_mark)
                 seen.add(key.value)
         self.flatten_mapping(node)

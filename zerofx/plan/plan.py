@@ -299,11 +299,11 @@ def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         return Plan.load(plan)
     hint = ""
     if isinstance(plan, int) and not isinstance(plan, bool):
-        hint = f"; did you mean Plan(stage={plan})?"
+        hint = f". Did you mean Plan(stage={plan})?"
     elif hasattr(plan, "param_groups"):
-        hint = "; an optimizer is passed as optimizer="
+        hint = ". Pass an optimizer as optimizer="
     elif plan is Plan:
-        hint = "; this is the class: write Plan()"
+        hint = ". This is the class: write Plan()"
     raise PlanError(
         f"plan is of type {type(plan).__name__}. Give a Plan, a dict, a YAML or JSON path, or "
         f"None{hint}"

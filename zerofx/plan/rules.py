@@ -134,18 +134,18 @@ def _against_quantized(plan: Plan) -> Iterator[str]:
         if plan.numerics == "bitwise":
             yield (
                 f"Plan.{name} = True rounds values to 8 bits on their way, which numerics = "
-                "'bitwise' excludes; use numerics='fast', or drop it"
+                "'bitwise' excludes. Use numerics='fast', or drop it"
             )
         if plan.stage < least:
             what = "gathers parameters in each step" if least == 3 else "shards"
             yield (
-                f"Plan.{name} = True needs stage = {least} or above, which {what}; the plan has "
+                f"Plan.{name} = True needs stage = {least} or above, which {what}. The plan has "
                 f"stage = {plan.stage}. Raise stage, or drop {name}"
             )
     if plan.quantized_gradients and plan.sparse_gradients:
         yield (
             "Plan.quantized_gradients = True contradicts sparse_gradients = True: a table's "
-            "gradients travel in one form; change one of them"
+            "gradients travel in one form. Change one of them"
         )
 
 

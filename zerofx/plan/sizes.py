@@ -36,7 +36,7 @@ def parse_bytes(size: object, where: str = "size") -> int:
     number, unit = match[1], match[2].upper() or "B"
     if unit not in UNITS:
         known = "B, KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)"
-        raise PlanError(f"{where} = {size!r}: unknown unit {match[2]!r}; allowed are {known}")
+        raise PlanError(f"{where} = {size!r}: unknown unit {match[2]!r}. Allowed are {known}")
     return round(float(number) * UNITS[unit]) if "." in number else int(number) * UNITS[unit]
 
 

@@ -359,7 +359,7 @@ def _check_tiling(key: str, size: tuple[int, ...], boxes: list[Box]) -> None:
         return
     cut = [d for d, n in enumerate(size) if any(box[d] != (0, n) for box in boxes)]
     if len(cut) > _MOST_CUT:
-        raise FormError(f"{key} is cut along {len(cut)} dimensions; {_MOST_CUT} are allowed")
+        raise FormError(f"{key} is cut along {len(cut)} dimensions. {_MOST_CUT} are allowed")
     corners: Counter[tuple[int, ...]] = Counter()
     whole = tuple((0, n) for n in size)
     for box, sign in (*((box, 1) for box in boxes), (whole, -1)):

@@ -149,7 +149,7 @@ class OpenSnapshot:
         try:
             self.files = HeldFiles(folder)
         except NotADirectoryError as error:
-            raise SnapshotError(f"{folder} is a file; a snapshot is a directory") from error
+            raise SnapshotError(f"{folder} is a file. A snapshot is a directory") from error
         try:
             with self.watched():
                 self.manifest = self._read_manifest()
@@ -205,7 +205,7 @@ class OpenSnapshot:
             text = self.files.stream(MANIFEST).read()
         except FileNotFoundError:
             raise SnapshotError(
-                f"{_what_lies_in(self.folder)}; a snapshot of zerofx.save has a {MANIFEST}"
+                f"{_what_lies_in(self.folder)}. A snapshot of zerofx.save has a {MANIFEST}"
             ) from None
         try:
             found = schema.parse_json(text)

@@ -189,7 +189,7 @@ def read_settled(world: World, what: str, job: Read) -> None:
                 why = _step(world, what, job.fill)
                 if not why:
                     return
-                part = "; the model is loaded in part: load again before going on"
+                part = ". The model is loaded in part. Load again before going on"
         except SnapshotError as error:
             if part and "loaded in part" not in str(error):  # an earlier try has filled something
                 raise SnapshotError(f"{error}{part}") from error

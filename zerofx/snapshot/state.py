@@ -156,7 +156,7 @@ def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, 
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise SnapshotError(
                     f"{name}: state {key!r} of {type(optimizer).__name__} has shape "
-                    f"{list(value.shape)}, but the parameter has {list(param.shape)}; only states "
+                    f"{list(value.shape)}, but the parameter has {list(param.shape)}. Only states "
                     "of the parameter's shape and single numbers can be sharded again. Give "
                     "zerofx.optim.whole_matrices(optimizer), whose states are saved whole"
                 )

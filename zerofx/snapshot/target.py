@@ -126,8 +126,8 @@ def _check_what_is_there(folder: Path) -> None:
             )
         if not (folder / MANIFEST).exists() and any(folder.iterdir()):
             raise SnapshotError(
-                f"{folder} holds other files and no {MANIFEST}; a save replaces the whole "
-                "directory, so give it one of its own"
+                f"{folder} holds other files and no {MANIFEST}. A save replaces the whole "
+                "directory. Give it one of its own"
             )
         _check_replaceable(folder)
     elif os.path.lexists(folder):
@@ -230,7 +230,7 @@ class Lock:
         if not is_here:
             raise SnapshotError(
                 f"{self._place} is locked by {said}. Another host cannot tell whether that process "
-                f"still runs. Wait for it; if it has ended, remove {self.path}"
+                f"still runs. Wait for it. If it has ended, remove {self.path}"
             )
         log.warning("%s: taken over from %s, which has ended", self.path, said)
 

@@ -127,7 +127,7 @@ def _compiler(name: str) -> Finding:
     """Compile a region with Inductor, as kernels='inductor' does."""
     if problem := inductor_problem():
         return Finding(
-            name, False, problem, "regions run as ATen; install a C++ compiler", is_needed=False
+            name, False, problem, "regions run as ATen. Install a C++ compiler", is_needed=False
         )
     began = time.perf_counter()
     graph = torch.fx.Graph()
@@ -146,7 +146,7 @@ def _triton(name: str) -> Finding:
     try:
         version = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
-        remedy = "CUDA kernels need it; run pip install triton"
+        remedy = "CUDA kernels need it. Run pip install triton"
         return Finding(name, False, "not installed", remedy, torch.cuda.is_available())
     return Finding(name, True, version, is_needed=False)
 
@@ -180,7 +180,7 @@ def _latency(name: str) -> Finding:
     each_us = (time.perf_counter() - began) / STORE_ROUNDS * 1e6
     found = f"{each_us:.0f} us to write and read back, on this host"
     return Finding(
-        name, each_us < SLOW_STORE_US, found, "the host is busy; try again later", is_needed=False
+        name, each_us < SLOW_STORE_US, found, "the host is busy. Try again later", is_needed=False
     )
 
 
@@ -195,7 +195,7 @@ def _cache(name: str) -> Finding:
         name,
         free > 2**30,
         found,
-        "the regions of a large model need about 100 MiB; free some space",
+        "the regions of a large model need about 100 MiB. Free some space",
     )
 
 

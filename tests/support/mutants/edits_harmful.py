@@ -43,12 +43,12 @@ def another_slot_given_back(directory: Path) -> None:
     edited(directory, r"(rt.release\(full_2, slot=)\d", r"\g<1>0")
 
 
-@harmful(r"grad norm.\S+, grad norm.\S+ differ; each value is a captured one, but in the wrong")
+@harmful(r"grad norm.\S+, grad norm.\S+ differ. Each value is a captured one, but in the wrong")
 def gradients_exchanged(directory: Path) -> None:
     edited(directory, r"\(14, 15\), \[", "(15, 14), [", "def backward")
 
 
-@harmful(r"is reduced at scale 1.0; the mean over 2 ranks is 1/2 = 0.5")
+@harmful(r"is reduced at scale 1.0. The mean over 2 ranks is 1/2 = 0.5")
 def sum_for_the_mean(directory: Path) -> None:
     edited(directory, r"(reduce_2 = .*scale=)0.5", r"\g<1>1.0")
 
@@ -102,19 +102,19 @@ def kept_resident(directory: Path) -> None:
     edited(directory, r"rt.all_gather\(shards\[2\], bucket=2, slot=1\)", "rt.refresh(shards[2], 2)")
 
 
-@harmful(r"does not compute what was captured: .*; edited: regions/blocks_forward.py")
+@harmful(r"does not compute what was captured: .*. Edited: regions/blocks_forward.py")
 def math_changed(directory: Path) -> None:
     source = Source(directory, "regions/blocks_forward.py")
     source.replace("1e-05", "1e-06", "def blocks_forward")
     source.write()
 
 
-@harmful(r"the engine has no call gather; it has all_gather, all_gather_blocks,")
+@harmful(r"the engine has no call gather. It has all_gather, all_gather_blocks,")
 def unknown_call(directory: Path) -> None:
     edited(directory, r"rt.all_gather\(shards\[2\]", "rt.gather(shards[2]")
 
 
-@harmful(r"DataDependentOutput\w*: .*; a schedule is a straight-line sequence of calls")
+@harmful(r"DataDependentOutput\w*: .*. A schedule is a straight-line sequence of calls")
 def decided_by_a_value(directory: Path) -> None:
     edited(directory, r"^    x = inputs\[0\]", "    x = inputs[0]; y = 0 if int(x.sum()) else 1")
 
@@ -126,7 +126,7 @@ def launch_deleted(directory: Path) -> None:
     source.write()
 
 
-@harmful(r"aten.add_.Tensor writes in place; emitted files compute new values only")
+@harmful(r"aten.add_.Tensor writes in place. Emitted files compute new values only")
 def written_in_place(directory: Path) -> None:
     source = Source(directory)
     i = source.at(r"embed_embedding, = embed_forward")
@@ -134,7 +134,7 @@ def written_in_place(directory: Path) -> None:
     source.write()
 
 
-@harmful(r"0 outputs are returned; the program has 1")
+@harmful(r"0 outputs are returned. The program has 1")
 def output_forgotten(directory: Path) -> None:
     edited(directory, r"return \[nll_loss_forward_0\]", "return []")
 
@@ -149,11 +149,11 @@ def unknown_bucket(directory: Path) -> None:
     edited(directory, r"(gather_2 = .*bucket=)2", r"\g<1>7")
 
 
-@harmful(r"positions of parameters are a tuple; this is \[14, 15\]")
+@harmful(r"positions of parameters are a tuple. This is \[14, 15\]")
 def positions_as_a_list(directory: Path) -> None:
     edited(directory, r"rt.pack\(grads_1, 1, \(14, 15\)", "rt.pack(grads_1, 1, [14, 15]")
 
 
-@harmful(r"norm_forward takes one list, which it empties; this is a tuple")
+@harmful(r"norm_forward takes one list, which it empties. This is a tuple")
 def arguments_as_a_tuple(directory: Path) -> None:
     edited(directory, r"norm_forward\(args\)", "norm_forward(tuple(args))")

@@ -177,6 +177,9 @@ class Owner(nn.Module):
         self.drop = nn.Dropout(0.5)
         self.eps, self.sizes, self.act, self.cache = 0.0, (1, 2.0), F.relu, None
 
+    def forward(self, x: Tensor) -> Tensor:
+        return x * getattr(self.drop, "late", 1) + getattr(self, "eps2", self.eps)
+
 
 def assign(path: str, value: Any) -> Callable[[nn.Module], None]:
     def change(model: nn.Module) -> None:
@@ -208,6 +211,18 @@ def assign(path: str, value: Any) -> Callable[[nn.Module], None]:
 )
 def test_changes_in_the_model(change: Callable[[nn.Module], Any], expected: str) -> None:
     assert expected in difference(Owner(), change)
+
+
+def test_a_constant_that_a_loop_adds_is_no_change() -> None:
+    """Forward does not mention `step` and `tag`: each new value would capture again."""
+    model = Owner()
+    state = ModelState(model)
+    old = signature_key(state, (X,), {})
+    for step in range(2):
+        model.step, model.drop.tag = step, f"step {step}"
+        assert signature_key(state, (X,), {}) == old
+    model.late = 2  # this name is in the code of forward
+    assert "attribute late: new" in describe_difference(signature_key(state, (X,), {}), old, state)
 
 
 def test_a_value_set_again_is_no_change() -> None:

@@ -183,7 +183,7 @@ def test_constants_are_emitted_and_come_back(tmp_path: Path) -> None:
     assert (emit(loaded, tmp_path / "q") / "constants.py").read_text() == text
     (directory / "constants.py").write_text(text.replace("[1.0, 2.0]", "[1.0, 3.0]"))
     with pytest.raises(
-        ProgramError, match=r"does not compute what was captured: .*; edited: const"
+        ProgramError, match=r"does not compute what was captured: .*. Edited: const"
     ):
         zerofx.load_program(directory)
 
@@ -200,7 +200,7 @@ def test_a_directory_without_a_program(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path, name: str) -> None:
     directory = emitted(tmp_path)
     (directory / name).unlink()
-    with pytest.raises(ProgramError, match=rf"{name} is missing; restore it, or write"):
+    with pytest.raises(ProgramError, match=rf"{name} is missing. Restore it, or write"):
         zerofx.load_program(directory)
 
 
@@ -231,7 +231,7 @@ def test_a_truncated_fingerprint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"format": 99}, r"is of format 99, this zerofx reads \d+; emit the program again"),
+    ({"format": 99}, r"is of format 99. This zerofx reads \d+. Emit the program again"),
     ({"layout": None}, r"fingerprint.json is damaged: layout is missing"),
 ])  # fmt: skip
 def test_a_foreign_fingerprint(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -56,7 +56,7 @@ def test_a_reload_may_be_launched_elsewhere(tmp_path: Path) -> None:
 
 
 HARM = [
-    (("rt.release(shard_2", "full_2 = rt.wait"), "still sends it; move the release after"),
+    (("rt.release(shard_2", "full_2 = rt.wait"), "still sends it. Move the release after"),
     (("gather_2 = ", "shard_2 = rt.wait"), "before|not defined|shard_2"),
 ]
 

@@ -132,7 +132,7 @@ def refusals() -> list[str]:
 def test_meshes_that_are_not_followed_are_refused_by_name(pool: Pool) -> None:
     answers = pool.run(2, refusals)
     for tensor, unknown, alone, replicas, cube, sizes, kind, _, other in answers:
-        assert "an axis 'tp'" in tensor and "pass mesh['dp']" in tensor
+        assert "an axis 'tp'" in tensor and "Pass mesh['dp']" in tensor
         assert "axes ('node', 'gpu')" in unknown and '("replicate", "shard")' in unknown
         assert "an axis 'tp'" in alone
         assert "no axis to shard over" in replicas and "Plan(stage=0)" in replicas

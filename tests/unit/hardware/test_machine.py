@@ -70,7 +70,7 @@ def test_the_names_and_forms_of_before_are_taken(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("base: cpu-glo", "unknown machine 'cpu-glo'. Did you mean 'cpu-gloo'?"),
-        ("nam: x", "unknown machine field 'nam'; did you mean 'name'?"),
+        ("nam: x", "unknown machine field 'nam'. Did you mean 'name'?"),
         ("name: x", "leaves out device_type, backend"),
         ("base: cpu-gloo\nbackend: mpi", "Hardware.backend = 'mpi': allowed are 'gloo', 'nccl'"),
         ("base: cpu-gloo\nprefetch: -1", "Hardware.prefetch = -1"),

@@ -48,22 +48,22 @@ def test_a_folder_is_made_if_only_it_is_missing(tmp_path: Path) -> None:
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for use in (nvme.prepare, made):
-        with pytest.raises(NvmeError, match=r"file is a file; the NVMe tier needs a folder"):
+        with pytest.raises(NvmeError, match=r"file is a file. The NVMe tier needs a folder"):
             use(tmp_path / "file")
 
 
 def test_a_folder_where_nothing_can_be_written() -> None:
     """/proc refuses new files to everybody, root included."""
-    with pytest.raises(NvmeError, match=r"cannot write to the folder /proc: .*\(E[A-Z]+\); "):
+    with pytest.raises(NvmeError, match=r"cannot write to the folder /proc: .*\(E[A-Z]+\). "):
         nvme.prepare("/proc")
-    with pytest.raises(NvmeError, match=r"cannot make the folder /proc/new: .*\(E[A-Z]+\); "):
+    with pytest.raises(NvmeError, match=r"cannot make the folder /proc/new: .*\(E[A-Z]+\). "):
         nvme.prepare("/proc/new")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes to read-only folders")
 def test_a_folder_without_the_right_to_write(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir(mode=0o555)
-    with pytest.raises(NvmeError, match=r"cannot write .*\(EACCES\); give this user the rights"):
+    with pytest.raises(NvmeError, match=r"cannot write .*\(EACCES\). Give this user the rights"):
         nvme.prepare(tmp_path / "closed")
 
 
@@ -76,7 +76,7 @@ def test_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return real(path, flags, *rest, **named)
 
     monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(NvmeError, match=r"cannot write .*\(EROFS\); remount the file system"):
+    with pytest.raises(NvmeError, match=r"cannot write .*\(EROFS\). Remount the file system"):
         nvme.prepare(tmp_path)
 
 

@@ -43,7 +43,7 @@ def test_what_was_kept_can_be_opened(kept: Any, store_engine: Any) -> None:
     with nvme.NvmeStore.open(path, engine=store_engine) as store:
         for name, x in data.items():
             assert torch.equal(store.read(name, torch.empty_like(x)).wait(), x)
-        with pytest.raises(NvmeError, match="open for reading only; a cannot be written"):
+        with pytest.raises(NvmeError, match=r"open for reading only\. a cannot be written"):
             store.write("a", data["a"])
     assert path.exists()
 
@@ -177,7 +177,7 @@ def test_an_extent_whose_write_failed_cannot_be_read(
 def test_names_and_sizes_are_checked(tmp_path: Path, store_engine: Any) -> None:
     sizes = {"blocks.0.w": 16}
     with nvme.NvmeStore.create(tmp_path, sizes, label="x", engine=store_engine) as store:
-        with pytest.raises(NvmeError, match=r"no extent 'blocks.1.w'; the nearest is blocks.0.w"):
+        with pytest.raises(NvmeError, match=r"no extent 'blocks.1.w'. The nearest is blocks.0.w"):
             store.read("blocks.1.w", torch.empty(4))
         with pytest.raises(NvmeError, match=r"blocks.0.w has 16 bytes but .*\[5\] has 20 bytes"):
             store.write("blocks.0.w", torch.empty(5))

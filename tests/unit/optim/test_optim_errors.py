@@ -50,7 +50,7 @@ def test_groups_by_name_of_shards() -> None:
 @pytest.mark.parametrize(
     ("groups", "message"),
     [
-        ([{"names": "norm.*"}], r"group 0: 'norm.\*' names none of the 5 parameters; the nearest"),
+        ([{"names": "norm.*"}], r"group 0: 'norm.\*' names none of the 5 parameters. The nearest"),
         ([{"names": ["*.bias", "0.wieght"]}], "'0.wieght' names none .* nearest are 0.weight"),
         ([{"names": "*"}, {"names": "0.*"}], "group 1: all parameters .* in earlier groups"),
     ],

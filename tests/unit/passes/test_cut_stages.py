@@ -218,7 +218,7 @@ def test_what_cannot_be_cut_is_named() -> None:
             zerofx.rewrite(zerofx.capture(Returns(kind), (torch.randn(2, 4),)), plan, world_size=2)
     with pytest.raises(PlanError, match="pipeline = 9 stages, and the model has 5 units"):
         capture_of(Skipping(), ids, 9)
-    with pytest.raises(PlanError, match=r"no unit is named 'block.2'; did you mean"):
+    with pytest.raises(PlanError, match=r"no unit is named 'block.2'. Did you mean"):
         capture_of(Skipping(), ids, 2, ["block.2"])
     with pytest.raises(PlanError, match="must grow"):
         capture_of(Skipping(), ids, 3, ["blocks.2", "blocks.1"])

@@ -161,8 +161,8 @@ def _draws_late(program: Planned) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_reads_a_parameter_late, "is not released; other micro-batches run meanwhile"),
-        (_packs_early, "is being filled; other micro-batches run meanwhile"),
+        (_reads_a_parameter_late, "is not released. Other micro-batches run meanwhile"),
+        (_packs_early, "is being filled. Other micro-batches run meanwhile"),
         (_hands_out_another, "and the gradients of inputs are"),
         (_pauses_twice, "pauses a second time"),
         (_leaves_it_out, "backward pauses nowhere, and Plan.parallel.schedule is 'zero-bubble'"),

@@ -136,7 +136,7 @@ def test_the_history_has_one_entry_a_pass() -> None:
 def test_running_up_to_a_pass() -> None:
     program = run(captured("chain"), Choice(3).setting(), until="split")
     assert set(program.graphs) == {"forward", "backward"}
-    with pytest.raises(PlanError, match=r"no pass is named 'splat'; did you mean 'split'\?"):
+    with pytest.raises(PlanError, match=r"no pass is named 'splat'. Did you mean 'split'\?"):
         run(captured("chain"), Choice(3).setting(), until="splat")
 
 

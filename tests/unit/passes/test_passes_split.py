@@ -100,7 +100,7 @@ def test_equal_layers_are_treated_alike() -> None:
 def test_a_pattern_that_matches_nothing_is_told(caplog: pytest.LogCaptureFixture) -> None:
     split("gpt", {"block.*": "recompute", "blocks.*": "keep"})
     [told] = [r.getMessage() for r in caplog.records if r.name == "zerofx"]
-    assert "names 'block.*', which no unit of GPT matches; did you mean" in told
+    assert "names 'block.*', which no unit of GPT matches. Did you mean" in told
 
 
 def test_patterns_decide_by_unit() -> None:

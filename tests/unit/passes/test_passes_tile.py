@@ -193,7 +193,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(
     ("model", "tiling", "said"),
     [
-        (Pair(), {"pu": 4}, "covers no parameter; known are up.weight"),
+        (Pair(), {"pu": 4}, "covers no parameter. Known are up.weight"),
         (Pair(), {"up.bias": 4}, r"up.bias of shape \[128\] and no matrix"),
         (Pair(), {"up": 3}, r"cuts up.weight \[128, 64\] into 3 tiles.*64 elements.*is 2"),
         (Pair(), {"up": 256}, "the nearest valid number is 128"),

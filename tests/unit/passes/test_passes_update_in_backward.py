@@ -114,7 +114,7 @@ def test_a_second_update_is_refused() -> None:
 def test_a_missing_update_is_refused() -> None:
     p = compiled()
     p.graph(BACKWARD).erase_node(find(p, ops.update, 2))
-    check_refused(p, r"reduced bucket 2 \(blocks.0\) is never updated; its gradient is lost")
+    check_refused(p, r"reduced bucket 2 \(blocks.0\) is never updated. Its gradient is lost")
 
 
 def test_a_read_behind_the_update_is_refused() -> None:

@@ -458,7 +458,7 @@ def test_gradients_of_cut_sequences_are_summed_once() -> None:
     node = next(n for n in program.graph("backward").nodes if "reduce_scatter" in str(n.target))
     assert node.args[3] == 0.5
     node.args = (*node.args[:3], 0.25)
-    with pytest.raises(ProgramError, match="the mean over 2 ranks"):
+    with pytest.raises(ProgramError, match="The mean over 2 ranks"):
         verify(program)
 
 

@@ -182,7 +182,7 @@ def test_it_is_emitted_and_read_back(tmp_path: Path) -> None:
         ({"quantized_gradients": True, "numerics": "fast", "stage": 0}, "Raise stage"),
         (
             {"quantized_gradients": True, "numerics": "fast", "sparse_gradients": True},
-            "change one of them",
+            "Change one of them",
         ),
     ],
 )

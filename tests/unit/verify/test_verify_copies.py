@@ -95,7 +95,7 @@ def waited_for_twice() -> Planned:
     return p
 
 
-@broken(r"reads offloaded \w+ after \w+ has freed its memory; move the offload after the last")
+@broken(r"reads offloaded \w+ after \w+ has freed its memory. Move the offload after the last")
 def read_after_it_left() -> Planned:
     p = compiled()
     launch, reader = shared(p)

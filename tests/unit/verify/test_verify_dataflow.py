@@ -23,7 +23,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 broken = Breaks()
 
 
-@broken(r"does not compute what was captured: output 0 .*differ; the first value .*lacks is gelu")
+@broken(r"does not compute what was captured: output 0 .*differ. The first value .*lacks is gelu")
 def changed_math() -> Planned:
     p = program()
     gelu = next(n for n in p.graph(FORWARD).nodes if n.target is torch.ops.aten.gelu.default)
@@ -31,7 +31,7 @@ def changed_math() -> Planned:
     return p
 
 
-@broken(r"grad norm.bias.* differ; each value is a captured one, but in the wrong place")
+@broken(r"grad norm.bias.* differ. Each value is a captured one, but in the wrong place")
 def gradients_exchanged() -> Planned:
     p = program()
     pack = find(p, ops.pack, 1)

@@ -77,7 +77,7 @@ def wrong_shard() -> Planned:
     return p
 
 
-@broken(r"all_gather\w* names bucket 9; the layout has 4")
+@broken(r"all_gather\w* names bucket 9. The layout has 4")
 def bucket_out_of_range() -> Planned:
     p = program()
     set_argument(find(p, ops.all_gather, 2, FORWARD), 1, 9)
@@ -123,7 +123,7 @@ def release_of_the_resident_copy() -> Planned:
     return p
 
 
-@broken(r"keeps bucket 2 \(blocks.0\) gathered between calls; at stage 3 only the persistent")
+@broken(r"keeps bucket 2 \(blocks.0\) gathered between calls. At stage 3 only the persistent")
 def resident_at_stage_3() -> Planned:
     p = program()
     launch = find(p, ops.all_gather, 2, FORWARD)
@@ -162,14 +162,14 @@ def slot_taken_while_it_is_read() -> Planned:
     return p
 
 
-@broken(r"names slot 7; the program has 4")
+@broken(r"names slot 7. The program has 4")
 def slot_out_of_range() -> Planned:
     p = program()
     set_argument(find(p, ops.all_gather, 2, FORWARD), 3, 7)
     return p
 
 
-@broken(r"needs 12544 bytes; slot 1 holds 64")
+@broken(r"needs 12544 bytes. Slot 1 holds 64")
 def slot_too_small() -> Planned:
     p = program()
     p.slot_bytes = (p.slot_bytes[0], 64, p.slot_bytes[2])

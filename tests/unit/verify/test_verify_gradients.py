@@ -24,7 +24,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 broken = Breaks()
 
 
-@broken(r"reduces bucket 2 before the gradient of blocks.0.\S+ is packed; move it after the last")
+@broken(r"reduces bucket 2 before the gradient of blocks.0.\S+ is packed. Move it after the last")
 def reduced_too_early() -> Planned:
     p = program()
     launch = find(p, ops.reduce_scatter, 2)
@@ -74,7 +74,7 @@ def packed_with_a_wrong_shape() -> Planned:
     return p
 
 
-@broken(r"bucket 2 \(blocks.0\) is reduced at scale 1.0; the mean over 2 ranks is 1/2 = 0.5")
+@broken(r"bucket 2 \(blocks.0\) is reduced at scale 1.0. The mean over 2 ranks is 1/2 = 0.5")
 def wrong_scale() -> Planned:
     p = program()
     set_argument(find(p, ops.reduce_scatter, 2), 3, 1.0)

@@ -69,7 +69,7 @@ def saved_chain_of_views() -> Planned:
     return p
 
 
-@broken(r"saves norm.running_mean for backward, which is updated after forward; save a clone")
+@broken(r"saves norm.running_mean for backward, which is updated after forward. Save a clone")
 def saved_buffer_that_is_updated() -> Planned:
     p = program("convnet")
     mean = next(n for n in p.placeholders(FORWARD, Role.BUFFER) if "running_mean" in info(n).name)
@@ -77,7 +77,7 @@ def saved_buffer_that_is_updated() -> Planned:
     return p
 
 
-@broken(r"output 0 looks into .*norm.weight, a parameter of resident bucket .*; clone it")
+@broken(r"output 0 looks into .*norm.weight, a parameter of resident bucket .*. Clone it")
 def handed_out_parameter() -> Planned:
     p = program()
     view = next(n for n in p.graph(FORWARD).nodes if info(n).name == "norm.weight")

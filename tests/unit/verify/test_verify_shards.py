@@ -26,7 +26,7 @@ def test_the_compiled_programs_are_accepted(make: Any) -> None:
 
 # -- reloads ------------------------------------------------------------------------------------
 @broken(
-    r"all_gather\w* reads shard bucket 2 \(blocks.0\): it is kept off the device; reload it first"
+    r"all_gather\w* reads shard bucket 2 \(blocks.0\): it is kept off the device. Reload it first"
 )
 def gathered_from_afar() -> Planned:
     p = away()
@@ -35,7 +35,7 @@ def gathered_from_afar() -> Planned:
     return p
 
 
-@broken(r"the view of \S+ reads .*shard bucket \d.*: it is kept off the device; reload it first")
+@broken(r"the view of \S+ reads .*shard bucket \d.*: it is kept off the device. Reload it first")
 def looked_into_from_afar() -> Planned:
     p = away(world=1)
     launch = find(p, ops.reload_shard, graph=FORWARD)
@@ -165,7 +165,7 @@ def released_before_it_is_sent() -> Planned:
 
 
 @broken(
-    r"release\w* releases reloaded shard bucket 2 .* keeps on the device between calls; drop the"
+    r"release\w* releases reloaded shard bucket 2 .* keeps on the device between calls. Drop the"
 )
 def copy_that_stays_released() -> Planned:
     p = copied()

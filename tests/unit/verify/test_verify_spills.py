@@ -85,7 +85,7 @@ def written_before_it_has_arrived() -> Planned:
     return p
 
 
-@broken(r"saves \w+, which \w+ takes on to NVMe; save what its wait returns|has freed its memory")
+@broken(r"saves \w+, which \w+ takes on to NVMe. Save what its wait returns|has freed its memory")
 def the_hosts_place_is_saved() -> Planned:
     p = compiled()
     write, stored = way(p, ops.write_out)

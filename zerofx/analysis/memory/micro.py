@@ -54,7 +54,9 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
         PlanError: fewer than one backward; or several, although each updates the parameters.
     """
     if accumulation < 1:
-        raise PlanError(f"accumulation is {accumulation}; a step has at least 1 backward")
+        raise PlanError(
+            f"accumulation is {accumulation}. A step has at least 1 backward. Raise accumulation."
+        )
     if accumulation == 1 or BACKWARD not in program.graphs:
         return (Micro(),)
     if any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):

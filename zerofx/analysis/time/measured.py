@@ -234,7 +234,7 @@ def check_same(measured: Measured, program: Planned) -> None:
         raise RecordingError(
             f"the recording belongs to a program other than {program.model_name}: "
             + "; ".join(f"{what} is {a} there and {b} here" for what, a, b in found)
-            + "; record this one, or ask for the program that was recorded"
+            + ". Record this one, or ask for the program that was recorded."
         )
 
 

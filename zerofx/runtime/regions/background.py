@@ -59,7 +59,7 @@ class Batch:
         self.label, self.units = label, units
         self.jobs: list[RegionJob] = []
         self.progress = Progress(
-            label, total, "at low priority; steps run on ATen until all are compiled"
+            label, total, "at low priority: steps run on ATen until all are compiled"
         )
         self._has_warned = False
 

@@ -29,12 +29,12 @@ def say(text: str) -> None:
 class Progress:
     """Counts regions as they are compiled; a thread tells how many while that takes long.
 
-    what: whose regions they are. meanwhile: what goes on until all are there.
+    what: whose regions they are. meanwhile: what goes on until all are there, told once.
     """
 
     def __init__(self, what: str, total: int, meanwhile: str = "") -> None:
         self.what, self.total = what, total
-        self._meanwhile = f"; {meanwhile}" if meanwhile else ""
+        self._meanwhile = f", {meanwhile}" if meanwhile else ""
         self._compiled = self._cached = self._failed = 0
         self._began = time.monotonic()
         self._ended = threading.Event()
@@ -84,6 +84,6 @@ class Progress:
     def _run(self) -> None:
         wait_s, following_s = FIRST_S, NEXT_S
         while not self._ended.wait(wait_s):
+            say(f"compiling {self}{'' if self._has_said else self._meanwhile}")
             self._has_said = True
-            say(f"compiling {self}{self._meanwhile}")
             wait_s, following_s = following_s, min(MOST_S, following_s * 2)

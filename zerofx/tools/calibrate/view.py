@@ -32,7 +32,7 @@ class CalibrationView:
         lines.append(f"  {'launch of one op':<24} {h.launch_us:>10.2f} us")
         lines += [f"  {name:<34} {_ends(curve.points)}" for name, curve in h.curves.items()]
         if self.path is not None:
-            lines.append(f"written to {self.path}; use it as --hardware {self.path}")
+            lines.append(f"written to {self.path}. Use it as --hardware {self.path}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

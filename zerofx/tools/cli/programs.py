@@ -134,7 +134,7 @@ def emitted(
     program = load_program(directory)
     if plan != Plan() or until or world not in (None, program.world_size):
         raise PlanError(
-            f"{directory} is an emitted program for world {program.world_size}; its plan is in "
+            f"{directory} is an emitted program for world {program.world_size}. Its plan is in "
             "plan.yaml. Leave out --plan, --stage, --set, --pass and --world."
         )
     return program if hardware is None else replace(program, hardware=hardware_of(hardware))

@@ -192,8 +192,8 @@ def read_devices(text: str) -> tuple[int, Hardware]:
     match = _DEVICES.fullmatch(text)
     if match is None or int(match[1]) == 0:
         raise PlanError(
-            f'devices {text!r} cannot be parsed. Write a number and a name, such as "8x H100"; '
-            f"known names are {', '.join(hardware_names())}."
+            f'devices {text!r} cannot be parsed. Write a number and a name, such as "8x H100". '
+            f"Known names are {', '.join(hardware_names())}."
         )
     name = match[2]
     if name in hardware_names() or name.endswith((".yaml", ".yml", ".json")):

@@ -138,7 +138,7 @@ FILES = {
     "passes/": "the program after each pass, in order",
     "schedule.txt": "steps in order: compute, gathers, reduces, resident bytes",
     "memory.txt": "predicted memory by category, with the largest tensors at the peak",
-    "snapshot/": "the snapshot; continue with --resume",
+    "snapshot/": "the snapshot. Continue with --resume",
     "sample.txt": "text that the model wrote",
 }
 

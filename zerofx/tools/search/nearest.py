@@ -85,7 +85,7 @@ def more_ranks(ranks: int) -> str:
     """Return advice on the number of ranks for the closest plan, from `ranks_needed`."""
     if ranks:
         return f"it fits {counted(ranks, 'rank')} that all share its shards"
-    return "more ranks do not help; use devices or nodes with more memory"
+    return "more ranks do not help. Use devices or nodes with more memory"
 
 
 def ranks_needed(search: Search, closest: Outcome) -> int:

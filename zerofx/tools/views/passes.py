@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +12,14 @@ from zerofx.plan.sizes import format_bytes
 from zerofx.tools.room import room
 
 NAMES = 48  # columns of a pass
+PURPOSE = 100  # columns of a comment that says what a pass is for
 
 
 @dataclass(frozen=True)
 class PassesView:
     """The pipeline: (spec, purpose) of each pass; with a program, its history too.
 
-    Without a program, `--pipeline` can read the text back, so that its lines are never wrapped.
+    Without a program, `--pipeline` can read the text back: its specs are never wrapped.
     """
 
     passes: tuple[tuple[str, str], ...]
@@ -36,7 +38,7 @@ class PassesView:
 
     def __str__(self) -> str:
         if not self.history:
-            return "\n".join(f"{spec}\n    # {what}" for spec, what in self.passes)
+            return "\n".join(f"{spec}\n{_comment(what)}" for spec, what in self.passes)
         wide = room(NAMES, 34, 24)
         head = f"{'pass':<{wide}}{'nodes':>7}{'sent':>12}{'peak':>12}   effect"
         rows = [
@@ -59,3 +61,8 @@ class PassesView:
                 for e in self.history
             ]  # fmt: skip
         return found
+
+
+def _comment(text: str) -> str:
+    begin = "    # "
+    return textwrap.fill(text, room(PURPOSE), initial_indent=begin, subsequent_indent=begin)

@@ -99,7 +99,7 @@ class PredictionView:
         if self.way_out is None:
             return [
                 *found,
-                "its plan is fixed; run zerofx search on its model to find one that fits",
+                "its plan is fixed. Run zerofx search on its model to find one that fits",
             ]
         return [*found, *self.way_out.lines()]
 

@@ -1,0 +1,197 @@
+"""Compare the figures of README.md and docs/ with the files in benchmarks/results/.
+
+Usage: python -m benchmarks.figures
+
+Each claim is a row of a table, or a paragraph, with the figures that a file of results gives for
+it. The exit status is 1 if a row shows another figure. It measures nothing: the commands in the
+docs make new files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from benchmarks.report import RESULTS
+
+ROOT = RESULTS.parents[1]
+README, MEASURED = "README.md", "docs/measured.md"
+SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
+STEP_TIME = {  # the file of each size: a run takes hours, so that sizes were measured by turns
+    "4x32": "step_time-20261121-033352", "4x128": "step_time-20261121-033352",
+    "8x384": "step_time-20261121-014820", "4x1024": "step_time-20261121-025559",
+}  # fmt: skip
+MEMORY, BUDGET = "memory-20261127-064846", "budget-20261122-063132"
+OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261122-043204"
+ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
+BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Figures that a page shows in this order, in the row or paragraph that begins like this."""
+
+    page: str
+    section: str
+    begin: str
+    figures: tuple[str, ...]
+    source: str
+
+    def fault(self) -> str:
+        """Return what the page shows instead, or "" if it shows these figures."""
+        text = (ROOT / self.page).read_text(encoding="utf-8")
+        _, found, rest = text.partition(f"\n## {self.section}\n")
+        section = rest.partition("\n## ")[0]
+        at = section.find(self.begin)
+        if not found or at < 0:
+            return f"{self.page}: section {self.section!r} has nothing that begins {self.begin!r}"
+        end = "\n" if self.begin.startswith("|") else "\n\n"
+        shown = section[at + len(self.begin) :].partition(end)[0]
+        numbers = iter(re.findall(r"\d[\d,]*(?:\.\d+)?", shown))
+        for figure in self.figures:
+            if figure not in numbers:  # goes on behind the one before
+                wanted = ", ".join(self.figures)
+                return f"{self.page}: {self.begin} {shown.strip()}\n  {self.source}: {wanted}"
+        return ""
+
+
+@cache
+def rows(name: str) -> list[dict[str, Any]]:
+    """Return the results of a file."""
+    found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["results"]
+    return found
+
+
+def row(name: str, **keys: object) -> dict[str, Any]:
+    """Return the one row of a file with these values."""
+    (found,) = (r for r in rows(name) if all(r[key] == value for key, value in keys.items()))
+    return found
+
+
+def numbers(form: str, *values: float) -> tuple[str, ...]:
+    return tuple(form.format(value) for value in values)
+
+
+def claims() -> Iterator[Claim]:
+    """Yield every claim that a file of results covers."""
+    yield from _memory()
+    yield from _times()
+    yield from _budgets()
+    yield from _offload()
+    yield from _start_up()
+    yield from _others()
+
+
+def _memory() -> Iterator[Claim]:
+    ratios = []
+    for size in ("4x128", "8x384", "4x1024"):
+        mine = row(MEMORY, size=size, system="zerofx-3")
+        mib = (row(MEMORY, size=size, system="fsdp2")["measured_mib"], mine["predicted_mib"])
+        figures = numbers("{:.1f}", *mib, mine["measured_mib"])
+        ratios.append(f"{mine['ratio']:.2f}")
+        yield Claim(MEASURED, "Memory", f"| {SIZES[size]} |", (*figures, ratios[-1]), MEMORY)
+    begin = "| peak memory, stage 3, 4 x 128, 8 x 384, 4 x 1024 |"
+    yield Claim(README, "How fast", begin, tuple(ratios), MEMORY)
+    errors = [abs(cell["error"]) for cell in rows(MATRIX)]
+    worst = f"{100 * max(errors):.2f}"
+    figures = ("0.6", worst, f"{100 * sum(errors) / len(errors):.2f}")
+    assert float(worst) <= 0.6
+    yield Claim(MEASURED, "Memory", "Predicted and measured over 64", figures, MATRIX)
+    yield Claim(README, "How fast", "| predicted peak memory, 64 combin", ("0.6",), MATRIX)
+
+
+def _times() -> Iterator[Claim]:
+    shown = {}
+    for size, name in STEP_TIME.items():
+        found = {s: row(name, size=size, system=s) for s in ("zerofx-3", "zerofx-0", "ddp")}
+        ratios = [found[s][key] for s in found for key in ("time_ratio", "cpu_ratio")]
+        figures = numbers("{:.2f}", *ratios)
+        shown[size] = figures[0]
+        yield Claim(MEASURED, "Step time", f"| {SIZES[size]} |", figures, name)
+    begin = "| step time, stage 3, 4 x 128 and 4 x 1024 |"
+    yield Claim(README, "How fast", begin, (shown["4x128"], shown["4x1024"]), "step_time")
+
+
+def _budgets() -> Iterator[Claim]:
+    for run in rows(BUDGET):
+        figures = (f"{run['measured_mib']:.1f}", f"{run['time_ratio']:.2f}")
+        kinds = {"fsdp2": "FSDP2", "fsdp2-checkpoint": "FSDP2, every block checkpointed"}
+        allowed = f"zerofx, {run['budget_mib'] or 0:.1f} MiB allowed"
+        label = kinds.get(run["run"], allowed)
+        if label in (ROOT / MEASURED).read_text(encoding="utf-8"):  # four of the eight are shown
+            yield Claim(MEASURED, "Memory budgets", f"| {label}", figures, BUDGET)
+    least = min(rows(BUDGET), key=lambda r: r["budget_mib"] or 1e9)
+    checked = row(BUDGET, run="fsdp2-checkpoint")
+    figures = (*numbers("{:.1f}", least["measured_mib"]), *numbers("{:.2f}", least["time_ratio"]))
+    figures += numbers("{:.1f}", checked["measured_mib"])
+    yield Claim(README, "How fast", "| peak under the smallest budget, 8 x 384", figures, BUDGET)
+
+
+def _offload() -> Iterator[Claim]:
+    labels = {
+        "zerofx-3-flat": "zerofx stage 3, no offload",
+        "zerofx-3-host-states": "zerofx, states on the host",
+        "zerofx-3-host": "zerofx, states and parameters on the host",
+        "fsdp2-offload": "FSDP2, `CPUOffloadPolicy`",
+        "deepspeed-offload": "DeepSpeed ZeRO-3, both offloaded",
+    }
+    ratios = {}
+    for system, label in labels.items():
+        found = [row(OFFLOAD, size=s, system=system)["time_ratio"] for s in ("4x128", "8x384")]
+        ratios[system] = figures = numbers("{:.2f}", *found)
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, OFFLOAD)
+    figures = tuple(ratios[s][0] for s in ("zerofx-3-host", "fsdp2-offload", "deepspeed-offload"))
+    begin = "| step time, states and parameters offloaded, 4 x 128 |"
+    yield Claim(README, "How fast", begin, figures, OFFLOAD)
+
+
+def _start_up() -> Iterator[Claim]:
+    for layers in (4, 12, 24, 48):
+        mine, torch_s = (
+            row(COMPILE_TIME, layers=layers, system=s) for s in ("zerofx", "torch.compile")
+        )
+        times = (mine["cold_s"], torch_s["cold_s"], mine["warm_s"], torch_s["warm_s"])
+        figures = numbers("{:.1f}", *times)
+        yield Claim(MEASURED, "Start-up", f"| {layers} |", figures, COMPILE_TIME)
+    mixed = (figures[0], figures[2], figures[1], figures[3])
+    yield Claim(README, "How fast", "| first step of 48 layers, cold; warm |", mixed, COMPILE_TIME)
+
+
+def _others() -> Iterator[Claim]:
+    labels = {
+        "experts": "top-1 experts", "packed": "LSTMs over packed sequences",
+        "layer drop": "layer drop", "DETR": "DETR with its loss", "GCN": "GCN",
+    }  # fmt: skip
+    for model, label in labels.items():
+        r = row(ISLANDS, model=model)
+        figures = (str(r["islands"]), f"{100 * r['inside']:.0f}")
+        figures += numbers("{:.2f}", r["wall"], r["cpu"])
+        figures += (f"{r['peak_mib']:.1f}", f"{r['peak']:.2f}")
+        yield Claim(MEASURED, "Islands", f"| {label} |", figures, ISLANDS)
+    for stage in (0, 1):
+        found = [r for r in rows(ROWS) if r["stage"] == stage]
+        figures = numbers("{:.1f}", found[0]["whole_mib"], *(r["rows_mib"] for r in found))
+        figures += numbers("{:.2f}", *(r["ratio"] for r in found))
+        yield Claim(MEASURED, "Gradients by rows", f"| {stage} |", figures, ROWS)
+    working = numbers("{:,.1f}", *(r["working_mib"] for r in rows(BIG_TILES)))
+    yield Claim(MEASURED, "Tiles", "gradient, `python -m benchmarks.tiling", working, BIG_TILES)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print every claim that does not hold, and a count; return the exit status."""
+    if arguments:
+        print(f"it takes no arguments, but was given {' '.join(arguments)}", file=sys.stderr)
+        return 2
+    found = list(claims())
+    faults = [fault for claim in found if (fault := claim.fault())]
+    print("\n".join([*faults, f"{len(found) - len(faults)} of {len(found)} claims hold"]))
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
