@@ -167,12 +167,11 @@ def measure(
     (program,) = model.programs
     expected = traffic(program, model._engine.world.rank)
     predicted = expected.kinds
+    asked = {} if loop is None else asdict(loop)  # a pipeline's programs have a loop of their own
     return Measured(
         peak_bytes=trained.peak.high_bytes,
-        predicted_bytes=program.memory(
-            basis="compiled", keeps_results=True, **asdict(how)
-        ).peak_bytes,
-        predicted_loss_only_bytes=program.memory(basis="compiled", **asdict(how)).peak_bytes,
+        predicted_bytes=program.memory(basis="compiled", keeps_results=True, **asked).peak_bytes,
+        predicted_loss_only_bytes=program.memory(basis="compiled", **asked).peak_bytes,
         sent={
             k: (after[k][0] - before[k][0], after[k][1] - before[k][1])
             for k in after

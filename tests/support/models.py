@@ -130,6 +130,14 @@ def _draw_cacheless_ids(generator: torch.Generator) -> Batch:
     return args, {**kwargs, "use_cache": False}
 
 
+def _draw_padded(generator: torch.Generator) -> Batch:
+    """Return texts of which the first begins with padding; its first queries see no key."""
+    args, kwargs = _draw_cacheless_ids(generator)
+    kept = torch.ones_like(kwargs["input_ids"]).index_fill_(1, torch.tensor([0, 1]), 0)
+    kept[1:] = 1
+    return args, {**kwargs, "attention_mask": kept}
+
+
 def _draw_pixels(generator: torch.Generator) -> Batch:
     label = torch.randint(0, 2, (2,), generator=generator)
     return (), {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": label}
@@ -231,7 +239,17 @@ _WIDE = [
     ),
 ]  # fmt: skip
 
+# For tests of attention whose mask is computed from what the model is given.
+_PADDED = [
+    Case(
+        "hf-llama-padded",
+        _hf("LlamaForCausalLM", "LlamaConfig", vocab_size=32, **_SMALL),
+        _draw_padded,
+        is_foreign=True,
+    ),
+]
+
 OWN = [case.name for case in _ALL if not case.is_foreign]
 FOREIGN = [case.name for case in _ALL if case.is_foreign]
 WIDE = [case.name for case in _WIDE]
-CASES = {case.name: case for case in _ALL + _WIDE}
+CASES = {case.name: case for case in _ALL + _WIDE + _PADDED}

@@ -171,3 +171,16 @@ def batch(name: str, seed: int = 1) -> dict[str, Tensor]:
         return {"pixel_values": pictures, "labels": torch.tensor([1, 3])}
     ids = torch.randint(0, 64, (2, 8), generator=generator)
     return {"input_ids": ids, "labels": ids.roll(-1, 1)}
+
+
+def padded(name: str, seed: int = 1) -> dict[str, Tensor]:
+    """Return a batch whose first text is padded in front, and its last at the end.
+
+    The queries at the front see no key at all under a causal mask.
+    """
+    found = batch(name, seed)
+    kept = torch.ones_like(found["input_ids"])
+    kept[0, :3] = 0
+    kept[-1, -2:] = 0
+    labels = found["labels"].masked_fill(kept == 0, -100)
+    return found | {"attention_mask": kept, "labels": labels}

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from tensor_models import Result, batch
+from tensor_models import Result, batch, padded, relative_error
 from test_tensor_parallel import compare, make, plain, slow, train
 from test_tensor_plans import HOST, IGNORED, check, run
 from test_tensor_state import check_same, loaded, saved
@@ -149,6 +149,52 @@ def test_a_ring_with_any_number_of_heads(pool: Pool, heads: int, ranks: int, con
     same(pool, ranks, {"parallel": RING | {"context": context}, "stage": 3}, heads, 16, True)
 
 
+# -- masks of padding -----------------------------------------------------------------------------
+def masked(name: str, plan: dict[str, Any] | None) -> tuple[list[float], Any]:
+    """Train on padded texts, of this data rank or of all; return losses and the parameters."""
+    model: Any = make(name)
+    ranks = range(2)
+    if plan is not None:
+        model = zerofx.compile(model, {"kernels": "aten", "outputs": "loss", **plan})
+        ranks = range(model.zerofx.data_rank, model.zerofx.data_rank + 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(3):
+        losses.append(0.0)
+        for rank in ranks:
+            loss = model(**padded(name, 10 * step + rank)).loss / len(ranks)
+            loss.backward()
+            losses[-1] += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    if plan is None:
+        return losses, model.state_dict()
+    return losses, dict(zerofx.full_state_dict(model, rank0_only=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "plan"),
+    [
+        ("llama", 4, {"stage": 3}),
+        slow("gpt2", 4, {"stage": 1}),
+        slow("bert", 4, {"stage": 2}),
+        slow("grouped", 8, {"stage": 3, "parallel": RING | {"context": 4}}),
+        slow("llama", 4, {"stage": 2, "activations": "recompute"}),
+        slow("llama", 4, {"stage": 1, "kernels": "inductor"}),
+        slow("llama", 8, {"stage": 3, "parallel": RING | {"pipeline": 2}}),
+    ],
+)
+def test_padded_texts_go_around_a_ring(
+    pool: Pool, name: str, ranks: int, plan: dict[str, Any]
+) -> None:
+    losses, state = masked(name, None)
+    found = pool.run(ranks, masked, name, {"parallel": RING} | plan, timeout_s=300)
+    mean = torch.tensor([each for each, _ in found]).double().mean(0)
+    torch.testing.assert_close(mean, torch.tensor(losses).double(), rtol=2e-6, atol=0)
+    for _, held in found:
+        assert relative_error(held, state) <= 1e-6
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [8, 6])  # 6 positions are no four chunks
 def test_bare_products_in_the_order_of_a_ring(pool: Pool, length: int) -> None:
@@ -180,12 +226,13 @@ def test_plans_train_alike(pool: Pool, tmp_path: Path, ranks: int, plan: dict[st
         check(found, expected)
 
 
-def halves(plan: dict[str, Any]) -> list[float]:
+def halves(plan: dict[str, Any], is_padded: bool = False) -> list[float]:
+    given = padded if is_padded else batch
     model = zerofx.compile(make("llama"), {"kernels": "aten", "precision": "bf16", **plan})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for step in range(5):
-        loss = model(**batch("llama", seed=step)).loss
+        loss = model(**given("llama", seed=step)).loss
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -194,10 +241,10 @@ def halves(plan: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [CONTEXT, RING])
-def test_in_bf16(pool: Pool, parallel: dict[str, Any]) -> None:
-    (alone,) = pool.run(1, halves, {})
-    for found in pool.run(2, halves, {"parallel": parallel, "stage": 3}):
+@pytest.mark.parametrize(("parallel", "is_padded"), [(CONTEXT, False), (RING, False), (RING, True)])
+def test_in_bf16(pool: Pool, parallel: dict[str, Any], is_padded: bool) -> None:
+    (alone,) = pool.run(1, halves, {}, is_padded)
+    for found in pool.run(2, halves, {"parallel": parallel, "stage": 3}, is_padded):
         assert found == pytest.approx(alone, abs=5e-3)
 
 
@@ -243,7 +290,14 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     ("fields", "said"),
     [
         ({"parallel": {"context": 2, "tensor": 2}}, "context = 2 does not go with tensor = 2 yet"),
-        ({"parallel": {"context": 2, "pipeline": 2}}, "does not go with pipeline = 2 yet"),
+        (
+            {"parallel": {"context": 2, "pipeline": 2}, "numerics": "fast"},
+            "context = 2 does not support numerics = 'fast'",
+        ),
+        (
+            {"parallel": {"context": 2, "pipeline": 2}, "offload": HOST},
+            "pipeline = 2 does not support offload",
+        ),
         ({"parallel": {"context": 2, "attention": "rings"}}, "attention"),
         ({"parallel": {"attention": "ring"}}, "attention = 'ring' contradicts context = 1"),
         ({"parallel": {"context": 2, "sequence": True}}, "Set tensor, or drop sequence"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from zerofx.plan.plan import Plan
 
 STEPS = 5
 INTERLEAVED = {"pipeline": 2, "schedule": "interleaved", "interleave": 2}
+CONTEXT = {"pipeline": 2, "context": 2}
 ZERO_BUBBLE = {"pipeline": 2, "schedule": "zero-bubble"}
 
 
@@ -121,11 +123,18 @@ def slow(*values: Any) -> Any:
         slow("llama", 8, {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2, "sequence": True}}),
         slow("bert", 4, {"stage": 3, "parallel": {"pipeline": 2, "micro_batches": 4}}),
         slow("mixtral", 4, {"stage": 1, "parallel": {"pipeline": 2, "tensor": 2}}),
+        slow("gpt2", 4, {"stage": 1, "parallel": CONTEXT}),
+        slow("llama", 4, {"stage": 3, "parallel": {**CONTEXT, "attention": "ring"}}),
+        slow("llama", 4, {"stage": 3, "parallel": CONTEXT, "activations": "recompute"}),
+        slow("gpt2", 4, {"stage": 2, "parallel": {**CONTEXT, "schedule": "zero-bubble"}}),
+        slow("deep", 4, {"stage": 2, "parallel": {**CONTEXT, **INTERLEAVED}}),
+        slow("t5", 4, {"stage": 3, "parallel": CONTEXT}),
+        slow("bert", 4, {"stage": 1, "parallel": CONTEXT}),
+        slow("llama", 8, {"stage": 3, "parallel": {**CONTEXT, "micro_batches": 4}}),
     ],
 )
 def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, Any]) -> None:
-    parallel = plan["parallel"]
-    data = ranks // parallel["pipeline"] // parallel.get("tensor", 1)
+    data = ranks // Plan(**plan).parallel.num_shared
     for optimizer, tolerance in (("sgd", 2e-6), ("adamw", 1e-5)):
         steps, state, out = plain(name, optimizer, data)
         found = pool.run(ranks, train, name, optimizer, plan)
@@ -247,6 +256,28 @@ def test_the_peak_of_zero_bubble_is_the_predicted_one(pool: Pool, size: int) -> 
         assert abs(found.predicted_bytes / found.peak_bytes - 1) < TOLERANCE
 
 
+@pytest.mark.slow
+def test_peaks_and_bytes_of_sequences_in_stages_are_known(pool: Pool) -> None:
+    """Each micro-batch sends what its program says; gradients are reduced once a step.
+
+    A ring sends the same from stage to stage as all-to-alls do, besides what goes around.
+    """
+    num, found = 4, {}
+    for attention in ("heads", "ring"):
+        parallel = {**CONTEXT, "micro_batches": num, "attention": attention}
+        plan = {"stage": 3, "outputs": "loss", **ATEN, "parallel": parallel}
+        found[attention] = pool.run(4, measure, "hf-gpt2", plan, timeout_s=300)
+        for each in found[attention]:
+            assert abs(each.predicted_bytes / each.peak_bytes - 1) < TOLERANCE
+            assert each.sent["reduce_scatter"] == each.predicted_sent["reduce_scatter"]
+    for heads, ring in zip(found["heads"], found["ring"], strict=True):
+        calls, nbytes = heads.predicted_sent["all_to_all"]
+        assert calls > 0 and heads.sent["all_to_all"] == (num * calls, num * nbytes)
+        more = zip(ring.sent["send"], ring.predicted_sent["send"], strict=True)
+        assert tuple(n - num * around for n, around in more) == heads.sent["send"]
+        assert ring.predicted_sent["send"][0] > 0
+
+
 def refused() -> list[str]:
     """Try what a pipeline cannot do; return what is said."""
     parallel = {"pipeline": 2, "micro_batches": 3}
@@ -303,20 +334,28 @@ def saved(folder: str, plan: dict[str, Any], name: str, saves: bool) -> tuple[li
     return found, torch.cat([p.detach().flatten() for p in after])
 
 
-@pytest.mark.parametrize("name", ["gpt2", slow("t5")])
-def test_snapshots_go_to_and_from_pipelines(pool: Pool, tmp_path: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"),
+    [
+        ("gpt2", 2, {"pipeline": 2}),
+        slow("t5", 2, {"pipeline": 2}),
+        slow("gpt2", 4, CONTEXT),
+        slow("gpt2", 4, {**CONTEXT, "attention": "ring"}),
+    ],
+)
+def test_snapshots_go_to_and_from_pipelines(
+    pool: Pool, tmp_path: Any, name: str, ranks: int, parallel: dict[str, Any]
+) -> None:
     folder = str(tmp_path / "run")
-    divided, whole = {"stage": 3, "parallel": {"pipeline": 2}}, {"stage": 2}
+    divided, whole = {"stage": 3, "parallel": parallel}, {"stage": 2}
     runs = [
-        *zip(
-            pool.run(2, saved, f"{folder}-1", divided, name, True),
+        *itertools.product(
+            pool.run(ranks, saved, f"{folder}-1", divided, name, True),
             pool.run(2, saved, f"{folder}-1", whole, name, False),
-            strict=True,
         ),
-        *zip(
+        *itertools.product(
             pool.run(2, saved, f"{folder}-2", whole, name, True),
-            pool.run(2, saved, f"{folder}-2", divided, name, False),
-            strict=True,
+            pool.run(ranks, saved, f"{folder}-2", divided, name, False),
         ),
     ]
     for (held, after), (again, then) in runs:
@@ -325,16 +364,23 @@ def test_snapshots_go_to_and_from_pipelines(pool: Pool, tmp_path: Any, name: str
         torch.testing.assert_close(after, then, rtol=0, atol=1e-5)
 
 
-def other_samples() -> str:
-    model = zerofx.compile(make("llama"), Plan(parallel={"pipeline": 2}, kernels="aten"))
+def other_samples(parallel: dict[str, Any]) -> str:
+    model = zerofx.compile(make("llama"), Plan(parallel=parallel, kernels="aten"))
     with pytest.raises(ShardError) as caught:
         model(**samples("llama", model.zerofx.world.rank, 0))
     return str(caught.value)
 
 
 def test_a_wrong_sampler_is_named(pool: Pool) -> None:
-    for text in pool.run(2, other_samples):
+    for text in pool.run(2, other_samples, {"pipeline": 2}):
         assert "differs between the 2 ranks that each have some layers of the model" in text
+
+
+@pytest.mark.slow
+def test_a_wrong_sampler_is_named_where_sequences_are_cut_too(pool: Pool) -> None:
+    for text in pool.run(4, other_samples, CONTEXT):
+        assert "differs between the 2 ranks that share each sequence" in text
+        assert text.endswith("here 1 and 0.")
 
 
 class Weighted(nn.Module):
@@ -549,12 +595,13 @@ OUTSIDE = {"pipeline": 2, "micro_batches": 4, "schedule": "gpipe"}
         slow(2, "logits", {"stage": 3, "parallel": OUTSIDE, "activations": "recompute"}),
         slow(4, "logits", {"stage": 3, "parallel": {**OUTSIDE, "tensor": 2, "placements": {
             "blocks.[02].0": "colwise", "blocks.[13].0": "rowwise"}}}),
+        slow(4, "features", {"stage": 2, "parallel": {**OUTSIDE, "context": 2}}),
     ],
 )  # fmt: skip
 def test_losses_outside_of_the_model_train_alike(
     pool: Pool, ranks: int, kind: str, plan: dict[str, Any]
 ) -> None:
-    data = ranks // plan["parallel"]["pipeline"] // plan["parallel"].get("tensor", 1)
+    data = ranks // Plan(**plan).parallel.num_shared
     steps, state = trained_outside(None, kind, data)
     found = pool.run(ranks, trained_outside, plan, kind)
     losses = torch.tensor([[loss for loss, _ in mine] for mine, _ in found]).double()

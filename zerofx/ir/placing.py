@@ -712,24 +712,25 @@ RING = ("ring_attention", "ring_attention_backward")
 def _ring(call: WholeCall) -> Iterator[Way]:
     """Cut queries, keys and values along the sequence: keys and values travel around the ranks.
 
-    Only in zigzag order is the work under a causal mask balanced, and the order the one that the
-    runtime takes it to be.
+    A mask is cut like the queries: a rank has its rows of it, with all keys. Only in zigzag order
+    is the work under a causal mask balanced, and the order the one that the runtime takes it to be.
     """
-    yield from _around(call, "ring_attention", call.args[:3])
+    yield from _around(call, "ring_attention", given=3)
     yield from _by_heads(call, call.operand(0), given=3)
 
 
 @rule_for("zerofx.attention_backward.default")
 def _ring_backward(call: WholeCall) -> Iterator[Way]:
-    yield from _around(call, "ring_attention_backward", call.args[:6])
+    yield from _around(call, "ring_attention_backward", given=6)
     yield from _by_heads(call, call.operand(1), given=6)
 
 
-def _around(call: WholeCall, op: str, tensors: Sequence[Any]) -> Iterator[Way]:
+def _around(call: WholeCall, op: str, given: int) -> Iterator[Way]:
     if call.zigzag:
         cut = Cut(_LENGTH)
-        args = (*tensors, call.axis, call.ranks, *call.args[len(tensors) :])
-        yield Way((cut,) * len(call.operands), (cut,) * len(call.result), args, op)
+        masks = tuple(Cut(o.dim - 2) if o.shape[-2] > 1 else R for o in call.operands[given:])
+        args = (*call.args[:given], call.axis, call.ranks, *call.args[given:])
+        yield Way((cut,) * given + masks, (cut,) * len(call.result), args, op)
 
 
 @dataclass(frozen=True)
@@ -958,7 +959,7 @@ class _Typing:
             return
         if info(node).is_random and any(self.lies[t] != R for t in tensors):
             self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
-        call = self._whole(placed, self._operands(node))
+        call = self._whole(node, placed, self._operands(node))
         now = tuple(o.now for o in call.operands)
         for way in ways(call):
             if (
@@ -991,7 +992,9 @@ class _Typing:
             told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
             self._fail(node, f"{node.name} reads {told}, and nothing says how")
 
-    def _whole(self, placed: Placed, operands: tuple[Operand, ...]) -> WholeCall:
+    def _whole(self, node: fx.Node, placed: Placed, operands: tuple[Operand, ...]) -> WholeCall:
+        if (due := _num_holes((placed.args, placed.kwargs))) != len(operands):
+            self._fail(node, f"{node.name} reads {len(operands)} values, and its whole call {due}")
         if placed.shape and isinstance(placed.shape[0], (tuple, type(None))):
             result: Any = [SimpleNamespace(shape=shape) for shape in placed.shape]
         else:
@@ -1052,6 +1055,14 @@ class _Typing:
             if (wire.graph, wire.source, wire.output) == (graph, self.position, spec.index):
                 return wire.lies[0]
         return R
+
+
+def _num_holes(argument: Any) -> int:
+    if isinstance(argument, dict):
+        argument = list(argument.values())
+    if isinstance(argument, (list, tuple)):
+        return sum(map(_num_holes, argument))
+    return isinstance(argument, Hole)
 
 
 def _is_cut(gives: Any) -> bool:

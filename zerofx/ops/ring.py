@@ -1,7 +1,8 @@
 """Attention as one op, whole (`attention`) and around a ring of ranks (`ring_attention`).
 
 The pass `open-attention` inserts the whole ops, which take keys with fewer heads than queries and
-know a causal mask by name; the reference of the proof is taken after it. The pass `place` replaces
+know a causal mask by name, while any other mask is an operand; the reference of the proof is taken
+after it. The pass `place` replaces
 a whole op by the op of the ring if queries, keys and values are cut along the sequence. A call of
 the ring has the digest of the whole call that its node records, and `ir.placing` accepts it only
 with that call's arguments and with all operands cut along the sequence.
@@ -44,6 +45,12 @@ def _constants(node: fx.Node) -> tuple[Any, ...]:
     return tuple(a for a in node.args if not isinstance(a, fx.Node))
 
 
+def _mask(node: fx.Node) -> fx.Node | None:
+    """Return the mask that a node reads, which is its last argument if it has one."""
+    last = node.args[-1]
+    return last if isinstance(last, fx.Node) else None
+
+
 # -- code -----------------------------------------------------------------------------------------
 def _write(w: Function, node: fx.Node) -> tuple[str, ...]:
     """Write the call; `_` receives results that nothing reads."""
@@ -53,6 +60,8 @@ def _write(w: Function, node: fx.Node) -> tuple[str, ...]:
         w.buffer(a) if isinstance(a, fx.Node) else f"{name}={literal(a, w.names.of)}"
         for name, a in argument_pairs(node)
     ]
+    if (mask := _mask(node)) is not None:  # behind constants, which are named
+        texts[-1] = f"mask={w.buffer(mask)}"
     made = f"rt.{w.method(node)}({', '.join(texts)})"
     return f"{wrap_tuple(gives, 0)} = {made}", info(node).unit
 
@@ -158,7 +167,8 @@ def _hold(is_backward: bool) -> Any:
         q, k, v = _operands(node, is_backward)
         *_, ranks, causal, _ = _constants(node)
         inside = ring.inside_backward_bytes if is_backward else ring.inside_bytes
-        size = inside(q, k, v, ranks, causal)
+        mask = _mask(node)
+        size = inside(q, k, v, ranks, causal, None if mask is None else value(mask))
         name = f"inside {node.name}"
         p.storages.append(Storage(Category.COMMUNICATION, size, name, time, time, info(node)))
         return tuple(p.own(node, p.category(node), v, time)[0] for v in value(node))
@@ -201,13 +211,14 @@ def _define(schema: str, fake: Any, runtime: Any, is_backward: bool, **more: Any
 _FORWARD = "Tensor q, Tensor k, Tensor v"
 _BACKWARD = "Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse"
 _RING = "str axis, int ranks, "
+_HOW = "bool causal, float scale, Tensor? mask=None"
 
 attention = _define(
-    f"attention({_FORWARD}, bool causal, float scale) -> (Tensor, Tensor)",
+    f"attention({_FORWARD}, {_HOW}) -> (Tensor, Tensor)",
     ring.attend, ring.attention, False, kind=Kind.MAKE, task=_task_whole(False), order=_order,
 )  # fmt: skip
 attention_backward = _define(
-    f"attention_backward({_BACKWARD}, bool causal, float scale) -> (Tensor, Tensor, Tensor)",
+    f"attention_backward({_BACKWARD}, {_HOW}) -> (Tensor, Tensor, Tensor)",
     ring.attend_backward, ring.attention_backward, True,
     kind=Kind.MAKE, task=_task_whole(True), order=_order,
 )  # fmt: skip
@@ -229,14 +240,13 @@ def _define_ring(schema: str, fake: Any, runtime: Any, is_backward: bool, means:
 
 
 ring_attention = _define_ring(
-    f"ring_attention({_FORWARD}, {_RING}bool causal, float scale) -> (Tensor, Tensor)",
-    lambda q, k, v, axis, ranks, causal, scale: ring.attend(q, k, v, causal, scale),
+    f"ring_attention({_FORWARD}, {_RING}{_HOW}) -> (Tensor, Tensor)",
+    lambda q, k, v, axis, ranks, causal, scale, mask=None: ring.attend(q, k, v, causal, scale),
     ring.ring_attention, False, "keys and values travel from rank to rank, and are attended to",
 )  # fmt: skip
 ring_attention_backward = _define_ring(
-    f"ring_attention_backward({_BACKWARD}, {_RING}bool causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)",
-    lambda grad, q, k, v, out, lse, axis, ranks, causal, scale: ring.attend_backward(
+    f"ring_attention_backward({_BACKWARD}, {_RING}{_HOW}) -> (Tensor, Tensor, Tensor)",
+    lambda grad, q, k, v, out, lse, axis, ranks, causal, scale, mask=None: ring.attend_backward(
         grad, q, k, v, out, lse, causal, scale
     ),
     ring.ring_attention_backward, True, "keys, values and their gradients travel likewise",

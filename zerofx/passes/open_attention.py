@@ -1,14 +1,15 @@
 """open-attention: write attention as ops that a ring of ranks can compute.
 
 A captured call of torch's fused attention becomes `attention`, and its gradient
-`attention_backward`, if no dropout is in it and its mask is known: without one, causal, or a tensor
-that is computed from constants alone and says one of the two (that is how transformers writes the
-causal mask). The mask itself is then not made at all. Keys that were repeated for several heads of
-queries are given unrepeated, and the sums of their repeated gradients are left out.
+`attention_backward`, if no dropout is in it. A mask that is computed from constants alone and is
+causal, or masks nothing, is not made at all: that is how transformers writes the causal mask. Any
+other (of padding, a window, a bias) becomes an operand, of which each rank will have the rows of
+its queries. Keys that were repeated for several heads of queries are given unrepeated, and the sums
+of their repeated gradients are left out.
 
-A mask is evaluated here, in full, by stretches of rows: from positions to whatever the model
-compares, a value costs as many elements as a stretch has. What another mask would be is warned of:
-such attention is cut by heads, or gathered.
+A mask of constants is evaluated here, in full, by stretches of rows: from positions to whatever the
+model compares, a value costs as many elements as a stretch has. Attention that is not opened is
+cut by heads, or gathered, which a warning says.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MOST_ELEMENTS = 1 << 24  # of a stretch of a mask, and of a constant that is nee
 
 @dataclass(frozen=True)
 class OpenAttention(Pass):
-    """Replace attention whose mask is causal, or none, by an op that keys can travel to."""
+    """Replace attention by an op that keys can travel to, and take causal masks out."""
 
     name: ClassVar[str] = "open-attention"
     keeps_bits: ClassVar[bool] = False
@@ -55,6 +56,7 @@ class OpenAttention(Pass):
         chunks = num_chunks(self.parallel.context, zigzag=True)
         opened = 0
         left: dict[str, str] = {}
+        made: dict[str, None] = {}
         for gm in program.graphs.values():
             masks = Masks(gm)
             for node in list(gm.graph.nodes):
@@ -66,6 +68,8 @@ class OpenAttention(Pass):
                 else:
                     _open(gm.graph, found)
                     opened += 1
+                    if found.mask is not None:
+                        made[found.said] = None
             if opened:
                 gm.graph.eliminate_dead_code(is_impure_node=_stays)
         for line, reason in left.items():
@@ -74,7 +78,7 @@ class OpenAttention(Pass):
                 " It is cut by heads, or else gathered",
                 program.model_name, line, self.parallel.context, reason,
             )  # fmt: skip
-        return Report(opened > 0, f"{opened} calls of attention")
+        return Report(opened > 0, "; ".join([f"{opened} calls of attention", *made]))
 
     def options(self) -> dict[str, object]:
         return {"context": self.parallel.context, "attention": self.parallel.attention}
@@ -94,6 +98,7 @@ _BACKWARD_OF: dict[Any, Any] = {
         _aten._scaled_dot_product_cudnn_attention_backward.default
     ),
 }
+_EFFICIENT = _aten._scaled_dot_product_efficient_attention.default
 _SAME = {_aten.detach.default, _aten.alias.default}
 
 
@@ -106,7 +111,8 @@ def _stays(node: fx.Node) -> bool:
 class _Attention:
     """A captured call. backward: its gradient; None if the graph has none.
 
-    keys, values: as they were before they were repeated. ends: the gradients of these.
+    keys, values: as they were before they were repeated. ends: the gradients of these. mask: if it
+        must be made. said: why it must.
     """
 
     node: fx.Node
@@ -117,6 +123,8 @@ class _Attention:
     ends: tuple[fx.Node | None, fx.Node | None]
     causal: bool
     scale: float
+    mask: fx.Node | None
+    said: str
 
 
 def _found(node: fx.Node, masks: Masks, chunks: int) -> _Attention | str:
@@ -127,19 +135,23 @@ def _found(node: fx.Node, masks: Masks, chunks: int) -> _Attention | str:
         return "it drops weights at random"
     if q.shape[2] % chunks or k.shape[2] % chunks:
         return f"{q.shape[2]} queries and {k.shape[2]} keys do not divide into {chunks} chunks"
-    if node.target is not _target_of(q):
-        return f"the ring has no kernel for {node.target} in {q.dtype}"
     causal, mask = bool(op_argument(node, "is_causal")), _mask_of(node)
-    if mask is not None:
-        said = masks.says(mask)
-        if isinstance(said, str):
-            return said
-        causal = causal or said
+    said = False if mask is None else masks.says(mask)
+    if isinstance(said, bool):
+        causal, mask = causal or said, None
+    elif mask is not None:
+        mask = masks.first(mask)
+    if node.target is not _target_of(q, mask):
+        return f"the ring has no kernel for {node.target} in {q.dtype}"
+    if causal and mask is not None:
+        return "it has a mask and is causal besides"
     if causal and q.shape[2] != k.shape[2]:
         return f"its mask is causal over {q.shape[2]} queries and {k.shape[2]} keys"
     backward = _backward_of(node)
     if isinstance(backward, str):
         return backward
+    if backward is not None and _wants_mask_gradient(backward):
+        return "its mask has a gradient"
     scale = op_argument(node, "scale")
     before = _before_repeats(keys, values, backward)
     ends: tuple[fx.Node | None, fx.Node | None] = (None, None)
@@ -147,15 +159,15 @@ def _found(node: fx.Node, masks: Masks, chunks: int) -> _Attention | str:
         keys, values, ends = before
     return _Attention(
         node, backward, query, keys, values, ends, causal,
-        1 / math.sqrt(q.shape[3]) if scale is None else float(scale),
+        1 / math.sqrt(q.shape[3]) if scale is None else float(scale), mask, str(said),
     )  # fmt: skip
 
 
-def _target_of(q: Tensor) -> Any:
+def _target_of(q: Tensor, mask: fx.Node | None) -> Any:
     """Return the operator that `runtime.ring` calls for such queries."""
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu.default
-    if q.element_size() < 4:
+    if q.element_size() < 4 and mask is None:
         return _aten._scaled_dot_product_flash_attention.default
     return _aten._scaled_dot_product_efficient_attention.default
 
@@ -163,9 +175,16 @@ def _target_of(q: Tensor) -> Any:
 def _mask_of(node: fx.Node) -> fx.Node | None:
     if node.target is _aten._scaled_dot_product_flash_attention_for_cpu.default:
         return op_argument(node, "attn_mask")
-    if node.target is _aten._scaled_dot_product_efficient_attention.default:
+    if node.target is _EFFICIENT:
         return op_argument(node, "attn_bias")
     return None
+
+
+def _wants_mask_gradient(backward: fx.Node) -> bool:
+    """Return whether a mask is trained; torch decomposes such attention, except on CUDA."""
+    if backward.target is not _BACKWARD_OF[_EFFICIENT]:
+        return False
+    return bool(op_argument(backward, "grad_input_mask")[3])
 
 
 def _items(node: fx.Node) -> dict[int, fx.Node]:
@@ -246,6 +265,8 @@ _SUMMED = (
 
 def _open(graph: fx.Graph, found: _Attention) -> None:
     node, more = found.node, (found.causal, found.scale)
+    if found.mask is not None:
+        more = (*more, found.mask)  # type: ignore[assignment]
     args = (found.query, found.keys, found.values)
     forward = _made(graph, node, ops.attention, (*args, *more))
     items = {k: _taken(graph, node, forward, k) for k in (0, 1)}
@@ -291,7 +312,7 @@ def _taken(graph: fx.Graph, old: fx.Node, source: fx.Node, index: int) -> fx.Nod
 
 # -- masks ----------------------------------------------------------------------------------------
 class _NotConstant(Exception):
-    """A mask cannot be evaluated; the text completes "its mask ..."."""
+    """A mask cannot be evaluated; the text completes "a mask ..."."""
 
 
 @dataclass
@@ -304,35 +325,43 @@ class Masks:
     gm: fx.GraphModule
     known: dict[str, bool | str] = field(default_factory=dict)
     texts: dict[fx.Node, str] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    firsts: dict[str, fx.Node] = field(default_factory=dict)
     wholes: dict[str, Tensor] = field(default_factory=dict)
 
     def says(self, mask: fx.Node) -> bool | str:
-        """Return whether a mask is causal or masks nothing; a text says why it is neither."""
-        try:
-            text = self._text(mask)
-            if text not in self.known:
+        """Return whether a mask is causal or masks nothing; a text says why it must be made."""
+        text = self._text(mask)
+        if self.reasons[mask]:
+            return f"a mask {self.reasons[mask]}"
+        if text not in self.known:
+            try:
                 self.known[text] = self._evaluated(mask)
-            return self.known[text]
-        except _NotConstant as error:
-            return f"its mask {error}"
+            except _NotConstant as error:
+                self.known[text] = f"a mask {error}"
+        return self.known[text]
+
+    def first(self, mask: fx.Node) -> fx.Node:
+        """Return the first mask that is computed as this one is: each layer writes its own."""
+        return self.firsts.setdefault(self._text(mask), mask)
 
     def _text(self, node: fx.Node) -> str:
-        """Return an expression's text.
-
-        Raises:
-            _NotConstant: it reads something that the model is given.
-        """
+        """Return an expression's text; record why it is no constant, "" if it is one."""
         if node not in self.texts:
+            reason = ""
             if node.op == "placeholder":
-                raise _NotConstant(f"depends on {info(node).name}")
-            if info(node).is_random:
-                raise _NotConstant("is drawn at random")
+                text, reason = node.name, f"depends on {info(node).name}"
+            elif info(node).is_random:
+                text, reason = node.name, "is drawn at random"
+            else:
 
-            def named(operand: fx.Node) -> Any:
-                return _Named(self._text(operand))
+                def named(operand: fx.Node) -> Any:
+                    return _Named(self._text(operand))
 
-            said = fx.node.map_arg((node.args, node.kwargs), named)
-            self.texts[node] = digest(f"{node.target}{said}")
+                said = fx.node.map_arg((node.args, node.kwargs), named)
+                text = digest(f"{node.target}{said}")
+                reason = next(filter(None, (self.reasons[a] for a in node.all_input_nodes)), "")
+            self.texts[node], self.reasons[node] = text, reason
         return self.texts[node]
 
     def _evaluated(self, mask: fx.Node) -> bool | str:
@@ -349,7 +378,7 @@ class Masks:
             is_open = is_open and bool((found == 0).all())
             is_causal = is_causal and bool(torch.where(ahead, found <= most, found == 0).all())
             if not (is_open or is_causal):
-                return "its mask is neither causal nor without effect"
+                return "a mask is neither causal nor without effect"
         return is_causal and not is_open
 
     def _part(self, node: fx.Node, ends: list[tuple[int, int]]) -> Tensor:

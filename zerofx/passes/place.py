@@ -835,8 +835,8 @@ class Placing:
             source = self.to(node.args[0], R)  # type: ignore[arg-type]
             whole = self._whole(node)
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
-        elif now == R and isinstance(to, Cut) and node.target is _aten.eq.Tensor:
-            made = self._compared(node, to)
+        elif now == R and isinstance(to, Cut) and self._is_spread(node):
+            made = self._spread(node, to)
         else:
             made = self._convert(node, new, now, to)
         self.made[key] = made
@@ -844,16 +844,35 @@ class Placing:
             self.new[node], self.lies[node] = made, to
         return made
 
-    def _compared(self, node: fx.Node, to: Cut) -> fx.Node:
-        """Return a rank's part of a comparison of whole values, made from parts of these.
+    def _is_spread(self, node: fx.Node) -> bool:
+        """Return whether a value is computed element by element from smaller ones.
 
-        The whole mask, such as labels against all classes, is then made nowhere: the comparison
-        that was emitted first has no reader.
+        Such are masks: of labels against all classes, of positions against positions.
+        """
+        if node.target is _aten.eq.Tensor:
+            return True
+        if not self.zigzag or node.target not in _MASKS or info(node).is_random:
+            return False
+        sources = tensors_of(node)
+        size = value(node).numel()
+        return all(self.lies[a] == R for a in sources) and (
+            all(value(a).numel() < size for a in sources) or any(map(self._is_spread, sources))
+        )
+
+    def _spread(self, node: fx.Node, to: Cut) -> fx.Node:
+        """Return a rank's part of such a value, made from parts of what it is computed from.
+
+        The whole mask is then made nowhere: what was emitted first has no reader.
         """
         whole = self._whole(node)
-        named: Any = [seen(operand, to, whole.shape) for operand in whole.operands]
-        given = [self.to(a, at) for a, at in zip(node.args, named, strict=True)]  # type: ignore[arg-type]
-        return self._emit(node, node.target, tuple(given), {}, to, whole)
+        needs = [seen(operand, to, whole.shape) for operand in whole.operands]
+        cut = tuple(replace(o, now=need) for o, need in zip(whole.operands, needs, strict=True))
+        way = next(
+            way for way in ways(replace(whole, operands=cut, hints=(to,))) if way.gives == to
+        )
+        given = [self.to(a, at) for a, at in zip(tensors_of(node), needs, strict=True)]
+        local = filled(way.args if way.args is not None else whole.args, given)
+        return self._emit(node, node.target, local, filled(whole.kwargs, given), to, whole)
 
     def _is_of_a_sum(self, node: fx.Node, to: Placement) -> bool:
         """Return whether a node views or negates a partial sum that other nodes read too."""
@@ -974,6 +993,14 @@ _SAME = {_aten.detach.default, _aten.alias.default}
 _KEEPS_CLASSES = {
     *_VIEWS, *_SAME, _aten.slice.Tensor, _aten.clone.default, _aten._to_copy.default,
     _aten.transpose.int, _aten.mul.Scalar, _aten.div.Scalar,
+}  # fmt: skip
+_MASKS = {
+    _aten.eq.Tensor, _aten.ne.Tensor, _aten.le.Tensor, _aten.lt.Tensor, _aten.ge.Tensor,
+    _aten.gt.Tensor, _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor, _aten.bitwise_not.default,
+    _aten.logical_and.default, _aten.logical_or.default, _aten.logical_not.default,
+    _aten.where.self, _aten.masked_fill.Scalar, _aten.add.Tensor, _aten.sub.Tensor,
+    _aten.mul.Tensor, _aten.mul.Scalar, _aten.rsub.Scalar, _aten._to_copy.default,
+    _aten.expand.default,
 }  # fmt: skip
 _ROWS = {
     *_VIEWS, _aten.index.Tensor, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.neg.default,

@@ -341,12 +341,11 @@ class Parallel:
             )
 
     def _check_context(self) -> None:
-        for axis in ("tensor", "pipeline"):
-            if getattr(self, axis) > 1:
-                raise PlanError(
-                    f"Plan.parallel.context = {self.context} does not go with {axis} = "
-                    f"{getattr(self, axis)} yet. Leave one of the two out"
-                )
+        if self.tensor > 1:
+            raise PlanError(
+                f"Plan.parallel.context = {self.context} does not go with tensor = {self.tensor} "
+                "yet. Leave one of the two out"
+            )
         if self.placements != "auto":
             raise PlanError(
                 f"Plan.parallel.placements contradicts context = {self.context}: it is about "

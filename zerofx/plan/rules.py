@@ -176,28 +176,32 @@ def _against_offload(plan: Plan) -> Iterator[str]:
 def _against_parallel(plan: Plan) -> Iterator[str]:
     if not plan.parallel.is_used:
         return
-    axis = next(iter(plan.parallel.axes))
-    others = {
-        "tiling": plan.tiling != "off",
-        "cuda_graph": plan.cuda_graph,
-        "sparse_gradients": plan.sparse_gradients,
+    axes = plan.parallel.axes
+    refused = {
+        next(iter(axes)): {
+            "tiling": plan.tiling != "off",
+            "cuda_graph": plan.cuda_graph,
+            "sparse_gradients": plan.sparse_gradients,
+        }
     }
-    if axis == "context":
-        others |= {"numerics = 'fast'": plan.numerics == "fast"}
-    if axis == "pipeline":
-        others |= {
+    if "context" in axes:
+        fast = {"numerics = 'fast'": plan.numerics == "fast"}
+        refused["context"] = refused.get("context", {}) | fast
+    if "pipeline" in axes:
+        refused["pipeline"] |= {
             "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),
             "memory_budget": plan.memory_budget is not None,
             "update = 'in-backward'": plan.update == "in-backward",
             "precision.loss_scale": plan.precision.loss_scale is not None,
             "ignored_params": bool(plan.ignored_params),
         }
-    for name, is_set in others.items():
-        if is_set:
-            yield (
-                f"Plan.parallel.{axis} = {getattr(plan.parallel, axis)} does not support {name} "
-                "yet. Leave one of the two out"
-            )
+    for axis, others in refused.items():
+        for name, is_set in others.items():
+            if is_set:
+                yield (
+                    f"Plan.parallel.{axis} = {axes[axis]} does not support {name} yet. Leave one "
+                    "of the two out"
+                )
 
 
 def _against_tiling(plan: Plan) -> Iterator[str]:

@@ -137,6 +137,7 @@ RING_BASES = [
     Base("hf-gpt2", Choice(1, 2, parallel=RING, activations="recompute")),
     Base("hf-bert", Choice(0, 2, parallel=RING)),
 ]
+MASKED_BASES = [Base("hf-llama-padded", Choice(2, 2, parallel=RING))]
 
 
 class Editor:

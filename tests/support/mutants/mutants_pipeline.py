@@ -54,7 +54,10 @@ class Tied(nn.Module):
 
 @dataclass(frozen=True)
 class PipelineBase:
-    """A correct pipeline: a model under a plan, for a number of micro-batches."""
+    """A correct pipeline: a model under a plan, for a number of micro-batches.
+
+    data: the ranks of each stage; `context` of them have the same samples.
+    """
 
     name: str
     micro_batches: int
@@ -79,18 +82,28 @@ class PipelineBase:
     def size(self) -> int:
         return int(str(dict(self.fields)["pipeline"]))
 
+    @property
+    def context(self) -> int:
+        return int(str(dict(self.fields).get("context", 1)))
+
 
 FOUR = (("pipeline", 4), ("schedule", "gpipe"))
 TURNS = (("pipeline", 2), ("schedule", "interleaved"), ("interleave", 2))
+SEQUENCES = (("pipeline", 2), ("context", 2))
+RING = (("attention", "ring"),)
 BASES = [
     PipelineBase("tied", 3),
     PipelineBase("tied", 4, 1, TURNS),
     PipelineBase("tied", 4, 2, (*FOUR, ("accumulate", "sharded"))),
     PipelineBase("tied", 4, 3, FOUR, data=1),
+    PipelineBase("tied", 3, 3, SEQUENCES),
+    PipelineBase("tied", 2, 1, (*SEQUENCES, *RING), data=4),
     PipelineBase("gpt2", 3, 2),
     PipelineBase("t5", 4, 3, FOUR),
     PipelineBase("t5", 4, 0, (("pipeline", 3),), data=1),
     PipelineBase("deep", 4, 3, TURNS),
+    PipelineBase("llama", 2, 3, SEQUENCES),
+    PipelineBase("llama", 2, 2, (*SEQUENCES, *RING)),
 ]
 
 
@@ -118,10 +131,11 @@ def _programs(base: PipelineBase) -> list[Planned]:
 
 @cache
 def state_of(base: PipelineBase) -> State:
-    """Return the weights, and the inputs of each micro-batch of each data rank."""
+    """Return the weights, and the inputs of each micro-batch of each rank of a stage."""
     model, inputs = _model(base.name), []
     for number in range(base.micro_batches * base.data):
-        _, leaves, _ = trees.flatten_call(model.forward, (), batch(base.name, 10 + number))
+        seed = 10 + number // base.context
+        _, leaves, _ = trees.flatten_call(model.forward, (), batch(base.name, seed))
         inputs.append({i: v for i, v in enumerate(leaves) if isinstance(v, Tensor)})
     params = {n: p.detach() for n, p in model.named_parameters()}
     return State(params, dict(model.named_buffers()), inputs, [], [])

@@ -411,11 +411,16 @@ def retarget_alike(edit: Editor) -> str | None:
 RINGS = (ops.ring_attention, ops.ring_attention_backward)
 
 
+def _constants_at(node: fx.Node) -> int:
+    """Return where a ring's axis is: ranks, the causal mask and the scale come next."""
+    return next(at for at, argument in enumerate(node.args) if isinstance(argument, str))
+
+
 def other_ring(edit: Editor) -> str | None:
     """Go around other ranks, or attend under another mask or scale."""
     if (node := edit.any_of(edit.find(*RINGS))) is None:
         return None
-    at = len(node.args) - edit.rng.choice([4, 3, 2, 1])
+    at = _constants_at(node) + edit.rng.randrange(4)
     old: Any = node.args[at]
     new: Any = not old if isinstance(old, bool) else "shard" if isinstance(old, str) else 2 * old
     set_argument(node, at, new)
@@ -428,15 +433,38 @@ def no_ring(edit: Editor) -> str | None:
         return None
     what, backward = label(node), node.target is RINGS[1]
     node.target = ops.attention_backward if backward else ops.attention
-    node.args = (*node.args[:-4], *node.args[-2:])
+    at = _constants_at(node)
+    node.args = (*node.args[:at], *node.args[at + 2 :])
     return what
+
+
+def no_mask(edit: Editor) -> str | None:
+    """Let a ring attend to what its mask hides."""
+    nodes = [n for n in edit.find(*RINGS) if isinstance(n.args[-1], fx.Node)]
+    if (node := edit.any_of(nodes)) is None:
+        return None
+    what = label(node)
+    node.args = node.args[:-1]
+    return what
+
+
+def other_rows(edit: Editor) -> str | None:
+    """Let a ring read the mask's rows of other queries, or of these for other keys."""
+    nodes = [n for n in edit.find(*RINGS) if isinstance(n.args[-1], fx.Node)]
+    if (node := edit.any_of(nodes)) is None:
+        return None
+    mask: Any = node.args[-1]
+    dim = edit.rng.choice([2, 3])
+    turned = _inserted(edit, aten.flip.default, (mask, [dim]), node, mask)
+    set_argument(node, len(node.args) - 1, turned)
+    return f"{label(node)}: {label(mask)} turned over along {dim}"
 
 
 def other_operand(edit: Editor) -> str | None:
     """Let a ring read one of its operands in the place of another, or of another ring's."""
     nodes = edit.find(*RINGS)
     for node in _shuffled(edit, nodes):
-        at = edit.rng.randrange(len(node.args) - 4)
+        at = edit.rng.randrange(_constants_at(node))
         found = [a for n in nodes for a in n.all_input_nodes if a is not node.args[at]]
         position = edit.positions()
         alike = [
@@ -463,6 +491,7 @@ def other_result(edit: Editor) -> str | None:
 
 
 RING_KINDS = [other_ring, no_ring, other_operand, other_result]
+MASK_KINDS = [no_mask, other_rows]
 
 
 # -- what is right --------------------------------------------------------------------------------

@@ -39,6 +39,14 @@ def added(parts: list[Tensor]) -> Tensor:
     return torch.stack(parts).sum(0)
 
 
+def _poisoned(x: Tensor, made: Tensor) -> Tensor:
+    """Return garbage of a shape, whose dimensions lie in memory in the order of those of `x`."""
+    order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
+    dense = made.permute(order).clone(memory_format=torch.contiguous_format)
+    poison(dense)
+    return dense.permute([order.index(d) for d in range(x.dim())])
+
+
 def _alike(x: Tensor, q: Tensor) -> Tensor:
     """Return keys or values with as many heads as queries have."""
     return x.repeat_interleave(q.shape[1] // x.shape[1], 1)
@@ -49,15 +57,21 @@ def _laid(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None) -> Tensor:
     found = q @ _alike(k, q).mT * scale
+    if mask is not None:
+        found = found + mask
     ahead = torch.ones(found.shape[-2:], dtype=torch.bool).triu(1)
     return found.masked_fill(ahead, -torch.inf) if causal else found
 
 
-def _weights(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    found = _scores(q, k, causal, scale)
-    return found.softmax(-1), found.logsumexp(-1)
+def _weights(
+    q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return weights and the logarithms of their sums; zeros for a row of which all is hidden."""
+    found = _scores(q, k, causal, scale, mask)
+    lse = found.logsumexp(-1)
+    return found.softmax(-1).nan_to_num(0.0), lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 class Placed:
@@ -90,8 +104,7 @@ class Placed:
         self, kind: str, x: Tensor, more: tuple[Any, ...], made: Callable[[list[Tensor]], Tensor]
     ) -> Blocking:
         """Launch what gives `made` of what each rank of the axis has of a value."""
-        dest = made([x] * self.peers).clone(memory_format=torch.contiguous_format)
-        poison(dest)
+        dest = _poisoned(x, made([x] * self.peers))
 
         def land(parts: list[list[Tensor]]) -> None:
             first = self.rank - self.place
@@ -190,18 +203,21 @@ class Placed:
     def _rows(self, x: Tensor) -> Tensor:
         return _laid(cut(x, 2, 1, self.place, self.peers, self.zigzag))
 
-    def _attention(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Blocking:
+    def _attention(
+        self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
+        mask: Tensor | None = None,
+    ) -> Blocking:  # fmt: skip
         yield from ()
-        weights, lse = _weights(q, k, causal, scale)
+        weights, lse = _weights(q, k, causal, scale, mask)
         return _laid(weights @ _alike(v, q)), _laid(lse)
 
     def _attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        causal: bool, scale: float,
+        causal: bool, scale: float, mask: Tensor | None = None,
     ) -> Blocking:  # fmt: skip
         yield from ()
         heads, count = k.shape[1], q.shape[1] // k.shape[1]
-        weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp()
+        weights = (_scores(q, k, causal, scale, mask) - lse.unsqueeze(-1)).exp()
         up = grad @ _alike(v, q).mT
         steps = weights * (up - (grad * out).sum(-1, keepdim=True)) * scale
         made = steps.mT @ q, weights.mT @ grad
@@ -209,21 +225,23 @@ class Placed:
         return _laid(steps @ _alike(k, q)), _laid(dk), _laid(dv)
 
     def _ring_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, axis: str, ranks: int, causal: bool, scale: float
-    ) -> Blocking:
+        self, q: Tensor, k: Tensor, v: Tensor, axis: str, ranks: int, causal: bool, scale: float,
+        mask: Tensor | None = None,
+    ) -> Blocking:  # fmt: skip
         self._over(axis, ranks)
-        whole = yield from self._everywhere("ring", [q, k, v], (causal, scale))
-        made = yield from self._attention(*whole, causal, scale)
+        hides = [] if mask is None else [mask]
+        whole = yield from self._everywhere("ring", [q, k, v, *hides], (causal, scale))
+        made = yield from self._attention(*whole[:3], causal, scale, *whole[3:])
         return tuple(self._rows(x) for x in made)
 
     def _ring_attention_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        axis: str, ranks: int, causal: bool, scale: float,
+        axis: str, ranks: int, causal: bool, scale: float, mask: Tensor | None = None,
     ) -> Blocking:  # fmt: skip
         self._over(axis, ranks)
-        given = [grad, q, k, v, out, lse]
+        given = [grad, q, k, v, out, lse, *([] if mask is None else [mask])]
         whole = yield from self._everywhere("ring of gradients", given, (causal, scale))
-        made = yield from self._attention_backward(*whole, causal, scale)
+        made = yield from self._attention_backward(*whole[:6], causal, scale, *whole[6:])
         return tuple(self._rows(x) for x in made)
 
     # -- tables that are cut by rows --------------------------------------------------------

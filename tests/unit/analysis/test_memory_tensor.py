@@ -74,9 +74,9 @@ def test_peaks_of_cut_sequences_are_known_and_activations_are_halved(pool: Pool)
 class Attends(torch.nn.Module):
     """Layers whose attention, not whose logits, has the peak."""
 
-    def __init__(self, heads: int, kept: int) -> None:
+    def __init__(self, heads: int, kept: int, is_padded: bool) -> None:
         super().__init__()
-        self.heads, self.kept = heads, kept
+        self.heads, self.kept, self.is_padded = heads, kept, is_padded
         self.words = torch.nn.Embedding(32, 32 * heads)
         self.mix = torch.nn.Linear(32 * heads, 32 * (heads + 2 * kept), bias=False)
         self.back = torch.nn.Linear(32 * heads, 32, bias=False)
@@ -88,14 +88,21 @@ class Attends(torch.nn.Module):
             x[:, :, None].expand(-1, -1, self.heads // self.kept, -1, -1).flatten(1, 2)
             for x in (k, v)
         )
-        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if self.is_padded:
+            at = torch.arange(ids.shape[1])
+            seen = (at <= at[:, None]) & (ids > 0)[:, None, None]
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen)
+        else:
+            mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.back(mixed.transpose(1, 2).flatten(2)).square().mean()
 
 
 class Attending:
-    def __init__(self, heads: int, kept: int, parallel: dict[str, Any], precision: str) -> None:
+    def __init__(
+        self, heads: int, kept: int, parallel: dict[str, Any], precision: str, is_padded: bool
+    ) -> None:
         plan = {"kernels": "aten", "stage": 3, "parallel": parallel, "precision": precision}
-        self.model: Any = zerofx.compile(Attends(heads, kept), plan)
+        self.model: Any = zerofx.compile(Attends(heads, kept, is_padded), plan)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=False)
 
     def step(self, number: int) -> float:
@@ -106,10 +113,10 @@ class Attending:
         return 0.0
 
 
-def weigh_ring(ranks: int, kept: int, precision: str) -> tuple[int, int, str]:
+def weigh_ring(ranks: int, kept: int, precision: str, is_padded: bool) -> tuple[int, int, str]:
     """Return the peak, the predicted one, and the operator that is predicted to have it."""
     ring = {"context": ranks, "attention": "ring"}
-    trainee, measured = peak_bytes(lambda: Attending(4, kept, ring, precision))
+    trainee, measured = peak_bytes(lambda: Attending(4, kept, ring, precision, is_padded))
     (program,) = trainee.model.programs
     memory = program.memory(basis="aten")
     at = memory.memory.life.nodes[memory.memory.peak_time][1]
@@ -117,20 +124,25 @@ def weigh_ring(ranks: int, kept: int, precision: str) -> tuple[int, int, str]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "kept", "precision"),
+    ("ranks", "kept", "precision", "is_padded"),
     [
-        (2, 4, "fp32"),
-        pytest.param(2, 1, "fp32", marks=pytest.mark.slow),
-        pytest.param(4, 4, "fp32", marks=pytest.mark.slow),
-        pytest.param(2, 2, "bf16", marks=pytest.mark.slow),
+        (2, 4, "fp32", False),
+        pytest.param(2, 1, "fp32", False, marks=pytest.mark.slow),
+        pytest.param(4, 4, "fp32", False, marks=pytest.mark.slow),
+        pytest.param(2, 2, "bf16", False, marks=pytest.mark.slow),
+        pytest.param(2, 4, "fp32", True, marks=pytest.mark.slow),
+        pytest.param(4, 4, "fp32", True, marks=pytest.mark.slow),
+        pytest.param(2, 2, "bf16", True, marks=pytest.mark.slow),
     ],
 )
-def test_peaks_of_a_ring_are_known(pool: Pool, ranks: int, kept: int, precision: str) -> None:
+def test_peaks_of_a_ring_are_known(
+    pool: Pool, ranks: int, kept: int, precision: str, is_padded: bool
+) -> None:
     """The peak is inside of the backward of attention, and is that of the rank that has most.
 
     Of two ranks, one attends with all queries to half of the keys, the other the other way round.
     """
-    found = pool.run(ranks, weigh_ring, ranks, kept, precision)
+    found = pool.run(ranks, weigh_ring, ranks, kept, precision, is_padded)
     (predicted,) = {each[1] for each in found}
     assert all("ring_attention_backward" in shown for _, _, shown in found)
     most = max(measured for measured, _, _ in found)

@@ -57,11 +57,15 @@ class Attends(nn.Module):
         return made.transpose(1, 2).flatten(2)
 
 
-def opened(how: str, kept: int = 4, length: int = LENGTH) -> tuple[Planned, list[Any]]:
-    """Return a program behind the pass, and the calls of attention in it."""
+def captured(how: str, kept: int = 4, length: int = LENGTH) -> Planned:
     torch.manual_seed(0)
     x = torch.randn(2, length, 12, requires_grad=True)
-    program = zerofx.capture(Attends(how, kept), (x,), differentiate="all").planned().clone()
+    return zerofx.capture(Attends(how, kept), (x,), differentiate="all").planned().clone()
+
+
+def opened(how: str, kept: int = 4, length: int = LENGTH) -> tuple[Planned, list[Any]]:
+    """Return a program behind the pass, and the calls of attention in it."""
+    program = captured(how, kept, length)
     OpenAttention(RING).run(program)
     program.graph(JOINT).lint()
     return program, [n for n in program.graph(JOINT).nodes if "attention" in str(n.target)]
@@ -85,22 +89,67 @@ def test_known_masks_are_not_made(how: str, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"),
+    ("how", "reason", "rows"),
     [
-        ("window", "its mask is neither causal nor without effect"),
-        ("leaky", "its mask is neither causal nor without effect"),
-        ("first", "its mask is neither causal nor without effect"),
-        ("bias", "its mask is neither causal nor without effect"),
-        ("given", "its mask depends on"),
+        ("window", "a mask is neither causal nor without effect", LENGTH),
+        ("leaky", "a mask is neither causal nor without effect", LENGTH),
+        ("first", "a mask is neither causal nor without effect", 1),
+        ("bias", "a mask is neither causal nor without effect", LENGTH),
+        ("given", "a mask depends on", LENGTH),
     ],
 )
-def test_other_calls_stay_and_are_told(
-    how: str, reason: str, caplog: pytest.LogCaptureFixture
+def test_other_masks_become_operands(
+    how: str, reason: str, rows: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, calls = opened(how)
+    assert [n.target for n in calls] == [zerofx.ops.attention, zerofx.ops.attention_backward]
+    assert [n.args[-3] for n in calls] == [False] * 2
+    assert calls[0].args[-1] is calls[1].args[-1]
+    assert value(calls[0].args[-1]).shape[-2:] == (rows, LENGTH)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    assert reason in OpenAttention(RING).run(captured(how)).summary
+
+
+class Twice(nn.Module):
+    """Two layers, each of which writes the same mask; or a third one another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
+
+    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            at = torch.arange(x.shape[1])
+            seen = (at <= at[:, None]) & kept[:, None, None].bool()
+            if number == 2:
+                seen = seen & (at > at[:, None] - 3)
+            q, k, v = (y.unflatten(-1, (2, 4)).transpose(1, 2) for y in layer(x).chunk(3, -1))
+            made = F.scaled_dot_product_attention(q, k, v, seen)
+            x = x + made.transpose(1, 2).flatten(2)
+        return x
+
+
+def test_layers_share_the_masks_that_are_alike() -> None:
+    given = torch.randn(2, LENGTH, 8, requires_grad=True), torch.ones(2, LENGTH)
+    program = zerofx.capture(Twice(), given, differentiate="all").planned().clone()
+    OpenAttention(RING).run(program)
+    calls = [n for n in program.graph(JOINT).nodes if "zerofx.attention" in str(n.target)]
+    read = [n.args[-1] for n in calls]
+    assert len(calls) == 6 and len(set(read)) == 2
+    assert read[0] is read[1] and read[1] is not read[2]
+
+
+@pytest.mark.parametrize("how", ["causal", "written"])
+def test_dropped_weights_stay_and_are_told(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    program = captured(how)
+    for node in program.graph(JOINT).nodes:
+        if "attention" in str(node.target) and "backward" not in str(node.target):
+            node.args = (*node.args[:3], 0.5, *node.args[4:])
+    OpenAttention(RING).run(program)
+    calls = [n for n in program.graph(JOINT).nodes if "attention" in str(n.target)]
     assert calls and not any(str(n.target).startswith("zerofx") for n in calls)
     (told,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
-    assert reason in told and "test_passes_open_attention.py" in told
+    assert "it drops weights at random" in told and "test_passes_open_attention.py" in told
 
 
 def test_sequences_that_do_not_divide_stay(caplog: pytest.LogCaptureFixture) -> None:
@@ -154,10 +203,10 @@ def test_masks_are_evaluated_by_stretches_of_rows(monkeypatch: pytest.MonkeyPatc
         found[how] = masks.says(node.kwargs["attn_mask"])
         assert all(whole.numel() <= 2 * LENGTH for whole in masks.wholes.values())
         assert masks.says(node.kwargs["attn_mask"]) == found[how] and len(masks.known) == 1
-    assert found == {"wide": True, "window": "its mask is neither causal nor without effect"}
+    assert found == {"wide": True, "window": "a mask is neither causal nor without effect"}
     monkeypatch.setattr(open_attention, "MOST_ELEMENTS", LENGTH // 2)
     masks = Masks(program.graphs[JOINT])
-    assert masks.says(node.kwargs["attn_mask"]) == f"its mask has {LENGTH} elements in each row"
+    assert masks.says(node.kwargs["attn_mask"]) == f"a mask has {LENGTH} elements in each row"
 
 
 def test_new_calls_know_their_lines() -> None:

@@ -194,6 +194,9 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
      (GRAD, Q, K, V, OUT, LSE, SEED, SEED, BIAS, NO, NO, 3, 3, 0.0, False)),
     (ops.attention, (Q, K, V, True, 0.3)),
     (ops.attention_backward, (GRAD, Q, K, V, OUT, LSE, False, 8**-0.5)),
+    (ops.attention, (Q, K, V, False, 0.3, BIAS)),
+    (ops.attention, (Q, K, V, False, 0.3, BIAS[:, :1])),
+    (ops.attention_backward, (GRAD, Q, K, V, OUT, LSE, False, 8**-0.5, BIAS)),
 ]  # fmt: skip
 
 

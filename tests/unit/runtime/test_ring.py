@@ -90,6 +90,75 @@ def test_it_is_attention(
     assert {messages for messages, _ in found} == {ranks - 1}
 
 
+def masks(length: int, heads: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return masks of two samples; some rows see no key at all, or all keys hidden alike."""
+    at = torch.arange(length)
+    ahead = at > at[:, None]
+    padded = at < torch.tensor([3, 0])[:, None]  # at the front of the first
+    both = ahead | padded[:, None, None]
+    drawn = torch.randn(2, heads, length, length, generator=torch.Generator().manual_seed(9))
+    lowest = torch.finfo(dtype).min
+    none, row = torch.zeros(both.shape, dtype=dtype), torch.zeros(2, 1, 1, length, dtype=dtype)
+    large = -1e18 if dtype is torch.float64 else -1e9
+    found = {
+        "padding": row.masked_fill(padded[:, None, None], -torch.inf),
+        "lowest padding": row.masked_fill(padded[:, None, None], lowest),
+        "causal": none.masked_fill(both, -torch.inf),
+        "lowest": none.masked_fill(both, lowest),
+        "large": none.masked_fill(both, large),
+        "both": none.masked_fill(both, lowest).masked_fill(padded[:, None, None], -torch.inf),
+        "all": torch.full_like(row, -torch.inf),
+        "all lowest": torch.full_like(none[..., :1], lowest),
+        "bias": drawn.masked_fill(both, -torch.inf),
+        "window": none[0, 0].masked_fill(ahead | (at < at[:, None] - 2), -torch.inf),
+    }  # fmt: skip
+    return {name: mask.to(dtype) for name, mask in found.items()}
+
+
+@pytest.mark.parametrize("kind", masks(4, 1, torch.float32))
+@pytest.mark.parametrize(
+    ("ranks", "heads", "kept", "dtype", "tolerance"),
+    [
+        (2, 2, 2, torch.float32, 2e-6),
+        (4, 4, 2, torch.float32, 2e-6),
+        (2, 2, 1, torch.bfloat16, 2e-2),
+        (3, 1, 1, torch.float64, 1e-12),
+    ],
+)
+def test_a_mask_takes_part(
+    kind: str, ranks: int, heads: int, kept: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    """What torch's operator gives for whole attention, in rows that see nothing, too."""
+    length, scale = 4 * ranks, 0.3
+    mask = masks(length, heads, dtype)[kind]
+    q, k, v, grad = (
+        draw(2, h, length, 8, dtype=dtype, seed=i) for i, h in enumerate((heads, kept, kept, heads))
+    )
+    out, lse = ring.attend(q, k, v, False, scale, mask)
+    expected = [out, lse, *ring.attend_backward(grad, q, k, v, out, lse, False, scale, mask)]
+
+    def body(engine: Any, rank: int) -> Any:
+        mine = [part(x, LENGTH, rank, ranks, zigzag=True) for x in (grad, q, k, v)]
+        rows = mask
+        if mask.shape[-2] > 1:
+            rows = part(mask, Cut(mask.dim() - 2), rank, ranks, zigzag=True)
+        made = ring.ring_attention(engine, *mine[1:], "context", ranks, False, scale, rows)
+        alone = ring.attend(*mine[1:], False, scale)
+        assert [x.stride() for x in alone] == [x.stride() for x in made]
+        sent = len(engine.world.axis("context").sent)
+        more = ("context", ranks, False, scale, rows)
+        return sent, [*made, *ring.ring_attention_backward(engine, *mine, *made, *more)]
+
+    found, _ = on_ranks(ranks, body)
+    assert {messages for messages, _ in found} == {ranks - 1}  # nothing is sent of the mask
+    for at, whole in enumerate(expected):
+        got = join([given[at] for _, given in found], LENGTH, zigzag=True)
+        assert got.dtype == whole.dtype and whole.isfinite().all()
+        torch.testing.assert_close(
+            got.double(), whole.double(), rtol=tolerance, atol=tolerance * (10 if at > 1 else 1)
+        )
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 7])
 def test_the_work_is_the_same_on_all_ranks(ranks: int) -> None:
     """Each pair of positions once, and in each step as many on each rank."""
