@@ -1,13 +1,15 @@
-"""Stage 3 with and without 8-bit blocks, and FSDP2, over slow links: step time, bytes and loss.
+"""Stage 3 with and without what slow links want, and FSDP2: step time, bytes and loss.
 
     sudo python -m benchmarks.slow_links [--rates 100mbit,1gbit] [--sizes 4x128] [--turns 8]
+    sudo python -m benchmarks.slow_links --ranks-per-node 2
     python -m benchmarks.slow_links --losses 300
 
-Two ranks live in network namespaces of their own, joined by a veth pair whose both ends are shaped
-by tbf (needs root, and iproute2). All systems train the same model in the same two processes and
-take turns, one step each; ratios are medians over the turns. `--losses` needs no namespaces: it
-trains from the same weights and batches with and without blocks, and compares the means of the last
-20 losses.
+Two nodes are network namespaces, joined by a veth pair whose both ends are shaped by tbf (needs
+root, and iproute2). With several ranks per node, those of one node reach each other over loopback,
+and plans that know of nodes run too. What is counted is what leaves a node. All systems train the
+same model in the same processes and take turns, one step each; ratios are medians over the turns.
+`--losses` needs no namespaces: it trains from the same weights and batches with and without blocks,
+and compares the means of the last 20 losses.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from zerofx.tools.demo.text import Batches, load_text
 
 WARMUP = 3
 EXACT: dict[str, Any] = {"stage": 3, "kernels": "aten", "numerics": "fast"}
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "zerofx-3": EXACT,
     "zerofx-3, weights": {**EXACT, "quantized_weights": True},
     "zerofx-3, weights and gradients": {
@@ -46,15 +48,32 @@ PLANS = {
     },
 }
 BASELINE = "fsdp2"
+NUM_NODES = 2
 
 
-def make(system: str, size: str) -> tuple[Any, Any]:
+def plans_by_node(per_node: int) -> dict[str, dict[str, Any]]:
+    """Return the plans to compare on nodes of so many ranks."""
+    if per_node == 1:
+        return PLANS
+    kept, steps = {"secondary_shard_size": per_node}, {"hierarchical_size": per_node}
+    return {
+        "zerofx-3": EXACT,
+        "zerofx-3, secondary shards": EXACT | kept,
+        "zerofx-3, two steps": EXACT | steps,
+        "zerofx-3, secondary shards, two steps": EXACT | kept | steps,
+        "zerofx-3, secondary shards, weights and gradients": (
+            PLANS["zerofx-3, weights and gradients"] | kept
+        ),
+    }
+
+
+def make(system: str, size: str, plans: dict[str, dict[str, Any]] = PLANS) -> tuple[Any, Any]:
     torch.manual_seed(SEED)
     model = GPT(SIZES[size].model)
     if system == BASELINE:
         wrapped = fsdp2(model)
         return wrapped, fused_adamw(wrapped)
-    compiled = zerofx.compile(model, PLANS[system])
+    compiled = zerofx.compile(model, plans[system])
     return compiled, flat_adamw(compiled)
 
 
@@ -64,16 +83,20 @@ def wire_bytes(interface: str) -> int:
         return int(file.read())
 
 
-def work(rank: int, size: str, turns: int, interface: str, store: str, folder: str) -> None:
+def work(
+    rank: int, size: str, turns: int, interface: str, store: str, folder: str, per_node: int
+) -> None:
     """Train all systems by turns; leave the rows on rank 0."""
     torch.set_num_threads(1)
     host, port = store.split(":")
-    meeting = dist.TCPStore(host, int(port), 2, rank == 0, timeout=timedelta(minutes=5))
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2)
-    systems = [BASELINE, *PLANS]
-    made = {system: make(system, size) for system in systems}
+    world = NUM_NODES * per_node
+    meeting = dist.TCPStore(host, int(port), world, rank == 0, timeout=timedelta(minutes=5))
+    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world)
+    plans = plans_by_node(per_node)
+    systems = [BASELINE, *plans]
+    made = {system: make(system, size, plans) for system in systems}
     chosen, text = SIZES[size], load_text(TEXT_BYTES).train
-    batches = Batches(text, chosen.batch, chosen.model.seq, rank=rank, world_size=2)
+    batches = Batches(text, chosen.batch, chosen.model.seq, rank=rank, world_size=world)
     taken: dict[str, list[tuple[float, int]]] = {system: [] for system in systems}
     for number in range(WARMUP + turns):
         x, y = batches.at(number)
@@ -106,7 +129,7 @@ def work(rank: int, size: str, turns: int, interface: str, store: str, folder: s
 @contextmanager
 def linked(rate: str) -> Iterator[list[str]]:
     """Make two namespaces whose link carries `rate`; yield their names, and remove them again."""
-    names = [f"zerofx-{os.getpid()}-{rank}" for rank in range(2)]
+    names = [f"zerofx-{os.getpid()}-{node}" for node in range(NUM_NODES)]
 
     def ip(*words: str) -> None:
         subprocess.run(["ip", *words], check=True)
@@ -116,8 +139,8 @@ def linked(rate: str) -> Iterator[list[str]]:
             ip("netns", "add", name)
         ends = ["veth0", "netns", names[0], "type", "veth", "peer", "name", "veth0"]
         ip("link", "add", *ends, "netns", names[1])
-        for rank, name in enumerate(names):
-            ip("-n", name, "addr", "add", f"10.98.0.{rank + 1}/24", "dev", "veth0")
+        for node, name in enumerate(names):
+            ip("-n", name, "addr", "add", f"10.98.0.{node + 1}/24", "dev", "veth0")
             for device in ("lo", "veth0"):
                 ip("-n", name, "link", "set", device, "up")
             shape = f"qdisc add dev veth0 root tbf rate {rate} burst 256kb latency 400ms"
@@ -128,23 +151,26 @@ def linked(rate: str) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
 
 
-def measure(rate: str, size: str, turns: int) -> list[dict[str, Any]]:
+def measure(rate: str, size: str, turns: int, per_node: int) -> list[dict[str, Any]]:
     """Return the rows of all systems for one size over one link."""
     with linked(rate) as names, tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "GLOO_SOCKET_IFNAME": "veth0", "OMP_NUM_THREADS": "1"}
         here = [sys.executable, "-m", "benchmarks.slow_links", "--size-of-a-rank", size]
         options = ["--turns", str(turns), "--store", "10.98.0.1:29611", "--folder", folder]
+        options += ["--ranks-per-node", str(per_node)]
+        places = [name for name in names for _ in range(per_node)]
         ranks = [
             subprocess.Popen(
                 ["ip", "netns", "exec", name, *here, *options, "--rank", str(rank)],
                 env=environment,
             )
-            for rank, name in enumerate(names)
+            for rank, name in enumerate(places)
         ]
         codes = [rank.wait() for rank in ranks]
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}")
-        return [{"rate": rate, "size": size, **row} for row in torch.load(f"{folder}/rows")]
+        about = {"rate": rate, "size": size, "per_node": per_node}
+        return [{**about, **row} for row in torch.load(f"{folder}/rows")]
 
 
 def losses_of(rank: int, system: str, size: str, steps: int, folder: str) -> None:
@@ -187,11 +213,12 @@ def compare_losses(size: str, steps: int) -> list[dict[str, Any]]:
 
 COLUMNS = [
     Column("rate", "link"),
+    Column("per_node", "ranks per node", "{:d}"),
     Column("size", "layers x width"),
     Column("system", "system"),
     Column("step_ms", "step ms", "{:.0f}"),
     Column("ratio", "x FSDP2", "{:.3f}"),
-    Column("sent_mib", "sent MiB per step", "{:.2f}"),
+    Column("sent_mib", "MiB per step that leave a node", "{:.2f}"),
 ]
 LOSSES = [
     Column("size", "layers x width"),
@@ -208,6 +235,7 @@ def main() -> None:
     parser.add_argument("--rates", default="100mbit,1gbit", help="as tc writes them")
     parser.add_argument("--sizes", default="4x128")
     parser.add_argument("--turns", type=int, default=8)
+    parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--losses", type=int, default=0, help="steps to compare final losses after")
     for name in ("--size-of-a-rank", "--store", "--folder"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
@@ -216,7 +244,7 @@ def main() -> None:
     if options.size_of_a_rank:
         work(
             options.rank, options.size_of_a_rank, options.turns, "veth0", options.store,
-            options.folder,
+            options.folder, options.ranks_per_node,
         )  # fmt: skip
         return
     if options.losses:
@@ -227,9 +255,10 @@ def main() -> None:
         row
         for size in options.sizes.split(",")
         for rate in options.rates.split(",")
-        for row in measure(rate, size, options.turns)
+        for row in measure(rate, size, options.turns, options.ranks_per_node)
     ]
-    finish("slow_links", COLUMNS, rows, options)
+    name = "slow_links" if options.ranks_per_node == 1 else "slow_links_nodes"
+    finish(name, COLUMNS, rows, options)
 
 
 if __name__ == "__main__":

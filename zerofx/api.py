@@ -253,7 +253,7 @@ def _connect(
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
-        parallel.pipeline, parallel.context, slices,
+        parallel.pipeline, parallel.context, slices, plan.node_size,
     )  # fmt: skip
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh overrides the plan

@@ -212,8 +212,9 @@ def test_islands_under_other_plans(pool: Pool, kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_islands_in_groups_of_ranks(pool: Pool, kind: str) -> None:
-    plans = {"shard_axis_size": 2}, {"stage": 3}
-    assert pool.run(4, cases, kind, *plans) == [[KINDS[kind]] * 2] * 4
+    by_node = {"secondary_shard_size": 2, "hierarchical_size": 2}
+    plans = {"shard_axis_size": 2}, {"stage": 3}, by_node
+    assert pool.run(4, cases, kind, *plans) == [[KINDS[kind]] * 3] * 4
 
 
 def running_statistics() -> None:

@@ -104,6 +104,7 @@ FACTS = schema.record(
                 "buckets": schema.sequence(_BUCKET),
             },
             context_size=schema.integer(1, 1 << 31),  # 1 in directories of earlier versions
+            node_size=schema.integer(1, 1 << 31),  # the same
             zigzag=schema.boolean,  # and false
         ),
         "placeholders": schema.mapping(
@@ -365,6 +366,7 @@ def layout_facts(layout: Layout) -> dict[str, Any]:
     return {
         **{f"{axis}_size": layout.mesh.along(axis) for axis in reversed(AXES)},
         "context_size": layout.mesh.context,
+        "node_size": layout.mesh.node,
         "zigzag": layout.mesh.zigzag,
         "buckets": [
             {

@@ -24,10 +24,14 @@ COUNTED = (*KINDS, "all_to_all", "send")
 
 @dataclass(slots=True)
 class Traffic:
-    """Counters of what this rank has sent in collectives of one kind."""
+    """Counters of what this rank has sent in collectives of one kind.
+
+    across_bytes: the part of `sent_bytes` that went to ranks on other hosts.
+    """
 
     calls: int = 0
     sent_bytes: int = 0
+    across_bytes: int = 0
 
 
 class Work:
@@ -60,18 +64,25 @@ class Lane:
     counters: dict[str, Traffic] = field(default_factory=lambda: {k: Traffic() for k in COUNTED})
     in_flight: dict[Work, None] = field(default_factory=dict)
 
-    def count(self, kind: str, sent_bytes: int) -> None:
+    def count(self, kind: str, sent_bytes: int, across_bytes: int = 0) -> None:
         traffic = self.counters[kind]
         traffic.calls += 1
         traffic.sent_bytes += sent_bytes
+        traffic.across_bytes += across_bytes
 
 
 class Axis:
-    """One axis of ranks with its collectives; this base class is an axis of one rank (copies)."""
+    """One axis of ranks with its collectives; this base class is an axis of one rank (copies).
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
+    elsewhere: the ranks of the axis that are on other hosts than this one.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, elsewhere: frozenset[int] = frozenset()
+    ) -> None:
         self.rank = rank
         self.size = size
+        self.elsewhere = elsewhere
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         """Fill `out` [size * k] with every rank's `shard` [k], in rank order."""

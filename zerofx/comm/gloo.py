@@ -46,9 +46,10 @@ class GlooAxis(Axis):
     """An axis of processes connected by gloo: one group for gathers, one for reductions."""
 
     def __init__(
-        self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane, algorithm: Algorithm
-    ) -> None:
-        super().__init__(rank, size)
+        self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane, algorithm: Algorithm,
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        super().__init__(rank, size, elsewhere)
         self._gathers, self._reduces = gathers, reduces
         # Call the backend directly: torch.distributed's wrappers cost as much as the call itself.
         self._gather_wire = group_backend(gathers, torch.device("cpu"))
@@ -61,7 +62,7 @@ class GlooAxis(Axis):
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
         size, numel = self.size, shard.numel()
         assert out.numel() == numel * size, f"{label}: {out.numel()} != {size} * {numel}"
-        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
+        self._count_parts("all_gather", shard.nbytes)
         if self._algorithm("all_gather", out.nbytes, size) == "native":
             return GroupWork(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
         slices = out.view(size, numel).unbind(0)
@@ -76,7 +77,7 @@ class GlooAxis(Axis):
     ) -> Work:
         size, numel = self.size, out.numel()
         assert full.numel() == numel * size, f"{label}: {full.numel()} != {size} * {numel}"
-        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
+        self._count_parts("reduce_scatter", out.nbytes)
         is_native = self._algorithm("reduce_scatter", full.nbytes, size) == "native"
         receives = exchange.reduce_scatter_receives(numel, size, is_native)
         loans = self._borrow(receives.at_launch, full.dtype)
@@ -106,7 +107,8 @@ class GlooAxis(Axis):
         if self.size > 2:
             return self._all_reduce_by_slices(buf, full, scale, label)
         # Two ranks swap whole buffers: as many bytes as with slices, and one round trip less.
-        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        sent = all_reduce_bytes(buf, self.rank, self.size)
+        self._lane.count("all_reduce", sent, sent if self.elsewhere else 0)
         receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
         loans = self._borrow(receives.at_launch, buf.dtype)
         landing = loans[0].buffer[: buf.numel()]
@@ -123,7 +125,8 @@ class GlooAxis(Axis):
         given, slices = full.tensor_split(self.size), buf.tensor_split(self.size)
         mine = slices[self.rank]
         numel = mine.numel()
-        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        across = sum(given[peer].nbytes + mine.nbytes for peer in self.elsewhere)
+        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size), across)
         receives = exchange.all_reduce_receives(buf.numel(), self.rank, self.size)
         loans = self._borrow(receives.at_launch, buf.dtype)
         parts = self._parts(loans, given[self.rank])
@@ -146,7 +149,7 @@ class GlooAxis(Axis):
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
         is_source = self.rank == src
-        self._lane.count("broadcast", buf.nbytes * (self.size - 1) if is_source else 0)
+        self._count_parts("broadcast", buf.nbytes if is_source else 0)
         if self._algorithm("broadcast", buf.nbytes, self.size) == "native":
             handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
             return GroupWork(self._lane, label, [handle])
@@ -161,13 +164,14 @@ class GlooAxis(Axis):
     def all_to_all(
         self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
     ) -> Work:
-        self._lane.count("all_to_all", sum(sends[peer].nbytes for peer in self._peers))
+        sent, across = (sum(sends[p].nbytes for p in to) for to in (self._peers, self.elsewhere))
+        self._lane.count("all_to_all", sent, across)
         handles = self._exchange(self._reduce_wire, sends, receives, label)
         receives[self.rank].copy_(sends[self.rank])
         return GroupWork(self._lane, label, handles)
 
     def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
-        self._lane.count("send", buf.nbytes)
+        self._lane.count("send", buf.nbytes, buf.nbytes if to in self.elsewhere else 0)
         try:
             handle = self._gather_wire.send([buf], to, _tag(buf))
         except RuntimeError as error:  # the connection is closed already
@@ -182,7 +186,8 @@ class GlooAxis(Axis):
         return GroupWork(self._lane, label, [handle])
 
     def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
-        self._lane.count("send", leaving.nbytes)
+        is_across = (self.rank + 1) % self.size in self.elsewhere
+        self._lane.count("send", leaving.nbytes, leaving.nbytes if is_across else 0)
         wire, tag = self._gather_wire, _tag(leaving)
         try:
             arrives = wire.recv([landing], (self.rank - 1) % self.size, tag)
@@ -190,6 +195,10 @@ class GlooAxis(Axis):
         except RuntimeError as error:
             raise self._lane.watch.explain(0, label, error) from error
         return GroupWork(self._lane, label, [arrives, leaves])
+
+    def _count_parts(self, kind: str, nbytes: int) -> None:
+        """Count a collective in which this rank sends so many bytes to each other rank."""
+        self._lane.count(kind, exchange.part_sent(nbytes, self.size), nbytes * len(self.elsewhere))
 
     def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
         return [self._scratch.borrow(numel, dtype) for numel in sizes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
 import os
 import socket
 import sys
@@ -41,7 +42,9 @@ from zerofx.comm.nccl import NcclAxis
 from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
 from zerofx.compat.groups import default_store, set_timeout, store_of_job
 from zerofx.errors import DesyncError, PlanError
-from zerofx.layout.buckets import AXES, CONTEXT
+from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE
+
+log = logging.getLogger("zerofx")
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _HERE = "zerofx/here"  # key: of each rank's process
@@ -395,11 +398,13 @@ def _check_same_grid(meeting: Meeting, ranks: list[list[int]]) -> None:
 
 
 def join(
-    grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartUp, context: int = 1
-) -> Axes:
+    grid: Tensor, device: torch.device, algorithm: Algorithm, start: StartUp, context: int = 1,
+    node: int = 1,
+) -> Axes:  # fmt: skip
     """Create the process groups of the grid's axes and meet the other ranks, in a fixed order.
 
-    context: how many neighbours along the data axes share each sequence.
+    context: how many neighbours along the data axes share each sequence. node: how many along the
+        shard axis form a node.
 
     Raises:
         DesyncError: a rank did not arrive, or has raised; names it.
@@ -413,7 +418,7 @@ def join(
     joined: list[GlooAxis | NcclAxis] = []
     meeting, agreement, name = start.meet(everyone)
     _check_same_grid(meeting, ranks)  # groups of other ranks would never meet
-    kept_as = backend, f"{ranks} {context}"
+    kept_as = backend, f"{ranks} {context} {node}"
     groups = _take(kept_as, meeting) or Groups(name)
     watchdog = (StreamWatchdog if backend == "nccl" else HostWatchdog)(agreement)
     lane = Lane(watchdog)
@@ -428,11 +433,14 @@ def join(
                 lambda: (_new_group(members, device), _new_group(members, device)),
             )
         gathers, reduces = groups.pairs[what]
+        elsewhere = frozenset(
+            at for at, other in enumerate(members) if everyone.index(other) in meeting.elsewhere
+        )
         made: GlooAxis | NcclAxis
         if backend == "nccl":
-            made = NcclAxis(position, len(members), gathers, reduces, lane)
+            made = NcclAxis(position, len(members), gathers, reduces, lane, elsewhere)
         else:
-            made = GlooAxis(position, len(members), gathers, reduces, lane, algorithm)
+            made = GlooAxis(position, len(members), gathers, reduces, lane, algorithm, elsewhere)
         joined.append(made)
         return made
 
@@ -444,6 +452,15 @@ def join(
     whole = several[0] if len(several) == 1 else axis("whole", everyone)
     data = grid[at[0], :, :, at[-1]].reshape(-1, context).tolist()
     axes[CONTEXT] = axis(CONTEXT, next(members for members in data if me in members))
+    first = at[2] // node * node
+    axes[NODE] = axis(NODE, line(2)[first : first + node])
+    axes[ACROSS] = axis(ACROSS, line(2)[at[2] % node :: node]) if node > 1 else Axis()
+    if axes[NODE].elsewhere:
+        log.warning(
+            "The plan has nodes of %d ranks (secondary_shard_size or hierarchical_size), and those "
+            "of rank %d are on several hosts. Gathers within a node then go across hosts. Set it "
+            "to the number of ranks per host, which must be neighbours.", node, me,
+        )  # fmt: skip
 
     def break_off() -> None:
         for each in joined:

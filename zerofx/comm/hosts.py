@@ -210,6 +210,7 @@ def meet(meeting: Meeting, host: str | None = None) -> Neighbours:
     if rank == 0:
         store.set("failure", "")  # it exists once all ranks have shared their hosts
     keys = meeting.share("host", host or host_key())
+    meeting.elsewhere.update(other for other in range(size) if keys[other] != keys[rank])
     meeting.hosts.update({other: keys[other].partition("/")[0] for other in range(size)})
     ranks = [other for other in range(size) if keys[other] == keys[rank]]
     hosts = list(dict.fromkeys(keys))

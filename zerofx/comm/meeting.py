@@ -156,7 +156,7 @@ def within(
 class Meeting:
     """One start-up of `size` ranks that have `store` to themselves, seen from rank `rank`.
 
-    hosts: the known hosts of ranks, for messages.
+    hosts: the known hosts of ranks, for messages. elsewhere: the ranks on other hosts than this.
     lost: returns the description of a lost rank; asked now and then during every wait.
     """
 
@@ -170,6 +170,7 @@ class Meeting:
     ) -> None:
         self.store, self.rank, self.size, self.limit_s = store, rank, size, limit_s
         self.hosts: dict[int, str] = {} if hosts is None else hosts
+        self.elsewhere: set[int] = set()
         self.lost: Callable[[], str | None] = lambda: None
         self._looked = time.monotonic()
 

@@ -21,10 +21,18 @@ class NcclAxis(Axis):
     their tensors until then, so buffers need no `record_stream`.
     """
 
-    def __init__(self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane) -> None:
-        super().__init__(rank, size)
+    def __init__(
+        self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane,
+        elsewhere: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        super().__init__(rank, size, elsewhere)
         self._gathers, self._reduces = gathers, reduces
         self._lane = lane
+
+    def _count(self, kind: str, nbytes: int) -> None:
+        """Count a collective as in a ring in rank order, where all goes to the next rank."""
+        is_across = (self.rank + 1) % self.size in self.elsewhere
+        self._lane.count(kind, nbytes, nbytes if is_across else 0)
 
     def break_off(self) -> None:
         """Abort what runs on this axis's streams; this is final."""
@@ -32,13 +40,13 @@ class NcclAxis(Axis):
             group_backend(group, torch.device("cuda")).abort()
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str = "all-gather") -> Work:
-        self._lane.count("all_gather", exchange.part_sent(shard.nbytes, self.size))
+        self._count("all_gather", exchange.part_sent(shard.nbytes, self.size))
         return GroupWork(self._lane, label, [all_gather_flat(self._gathers, out, shard)])
 
     def reduce_scatter(
         self, out: Tensor, full: Tensor, scale: float, label: str = "reduce-scatter"
     ) -> Work:
-        self._lane.count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
+        self._count("reduce_scatter", exchange.part_sent(out.nbytes, self.size))
         handle = reduce_scatter_flat(self._reduces, out, full)
         return GroupWork(self._lane, label, [handle], lambda: _scale(out, scale))
 
@@ -51,24 +59,25 @@ class NcclAxis(Axis):
     ) -> Work:
         if source is not None:
             buf.copy_(source)
-        self._lane.count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
+        self._count("all_reduce", all_reduce_bytes(buf, self.rank, self.size))
         handle = dist.all_reduce(buf, group=self._reduces, async_op=True)
         return GroupWork(self._lane, label, [handle], lambda: _scale(buf, scale))
 
     def broadcast(self, buf: Tensor, src: int = 0, label: str = "broadcast") -> Work:
-        self._lane.count("broadcast", buf.nbytes if self.rank == src else 0)
+        self._count("broadcast", buf.nbytes if self.rank == src else 0)
         handle = dist.broadcast(buf, group_src=src, group=self._reduces, async_op=True)
         return GroupWork(self._lane, label, [handle])
 
     def all_to_all(
         self, receives: Sequence[Tensor], sends: Sequence[Tensor], label: str = "all-to-all"
     ) -> Work:
-        self._lane.count("all_to_all", sum(t.nbytes for r, t in enumerate(sends) if r != self.rank))
+        sent = sum(t.nbytes for r, t in enumerate(sends) if r != self.rank)
+        self._lane.count("all_to_all", sent, sum(sends[r].nbytes for r in self.elsewhere))
         handle = dist.all_to_all(list(receives), list(sends), group=self._reduces, async_op=True)
         return GroupWork(self._lane, label, [handle])
 
     def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
-        self._lane.count("send", buf.nbytes)
+        self._lane.count("send", buf.nbytes, buf.nbytes if to in self.elsewhere else 0)
         handle = dist.isend(buf, group=self._towards(to), group_dst=to)
         return GroupWork(self._lane, label, [handle])
 
@@ -78,7 +87,7 @@ class NcclAxis(Axis):
         return GroupWork(self._lane, label, [handle])
 
     def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
-        self._lane.count("send", leaving.nbytes)
+        self._count("send", leaving.nbytes)
         following, previous = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         group = self._gathers
         moves = [

@@ -30,8 +30,11 @@ from zerofx.comm.grid import SliceAxis, rank_grid, with_slices
 from zerofx.comm.meeting import timeout_s
 from zerofx.comm.steps import StepLog
 from zerofx.errors import DesyncError, PlanError
-from zerofx.layout.buckets import AXES, CONTEXT, Mesh
+from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE, Mesh
 from zerofx.policy import reduction
+
+OverShards = Callable[[Axis, Tensor, Tensor, float, str], Work]
+"""Launches a reduction over an axis as `Axis.reduce_scatter` does, with the same arguments."""
 
 
 class Then(Work):
@@ -78,8 +81,9 @@ class World:
     ) -> None:
         self.device = device
         self.backend = backend
-        axes = {name: Axis() for name in (*AXES, CONTEXT)} | dict(axes)
-        self.mesh = Mesh.of(**{name: axis.size for name, axis in axes.items()})
+        axes = {name: Axis() for name in (*AXES, CONTEXT, NODE, ACROSS)} | dict(axes)
+        sizes = {name: axis.size for name, axis in axes.items() if name != ACROSS}
+        self.mesh = Mesh.of(**sizes)
         self.rank = self.mesh.rank({name: axis.rank for name, axis in axes.items()})
         self.size = self.mesh.num_ranks
         self._axes, self._whole, self._shard = dict(axes), whole, axes["shard"]
@@ -123,6 +127,7 @@ class World:
         pipeline: int = 1,
         context: int = 1,
         slices: SliceAxis | None = None,
+        node_size: Callable[[int], int] = lambda shard_size: 1,
     ) -> World:
         """Return the world of this process; a collective call if there are several ranks.
 
@@ -132,7 +137,8 @@ class World:
         across the groups. If `replicates`, nothing is sharded and all ranks of the mesh are
         replicas. `tensor` neighbouring ranks share each layer; `context` ranks share each sequence;
         the model is divided into `pipeline` stages. `slices` is the axis, outside of `mesh`, along
-        which ranks have slices that the model brings; it becomes the tensor axis. `algorithm`
+        which ranks have slices that the model brings; it becomes the tensor axis. `node_size`
+        returns how many neighbours along a shard axis of a given size form a node. `algorithm`
         chooses how gloo moves the bytes of each collective. `start` is the start-up of which this
         is a part; pass one if later exceptions must be reported too.
 
@@ -145,7 +151,7 @@ class World:
             with groups.StartUp(mesh) as start:
                 return cls.connect(
                     device, mesh, shard_size, algorithm, start, replicates, tensor, pipeline,
-                    context, slices,
+                    context, slices, node_size,
                 )  # fmt: skip
         timeout_s()  # raises where it is no number, before anything waits
         start.initialise(device)
@@ -176,7 +182,7 @@ class World:
         if grid.numel() == 1:
             return cls.single(device, others)
         here = groups.place(device)
-        axes = groups.join(grid, here, algorithm, start, context)
+        axes = groups.join(grid, here, algorithm, start, context, node_size(grid.shape[2]))
         return cls(
             device=here,
             backend=axes.backend,
@@ -230,7 +236,7 @@ class World:
         full: Tensor,
         scale: float,
         label: str = "reduce-scatter",
-        over_shards: Callable[[Axis, Tensor, Tensor, float, str], Work] | None = None,
+        over_shards: OverShards | None = None,
     ) -> Work:
         """Set `out` [k] to scale * the sum over all ranks of this rank's slice of `full`.
 

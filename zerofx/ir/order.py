@@ -30,7 +30,9 @@ from zerofx.ir.verify_values import args, label_of, unread
 from zerofx.layout.buckets import Bucket, Layout, ParamSlice
 
 FULL = (Holds.GATHERED, Holds.RESIDENT, Holds.KEPT)  # what holds a whole bucket's parameters
-PARAMETERS = (*FULL, Holds.SHARD, Holds.STAGED, Holds.NEAR, Holds.PARAM)  # parameters at all
+PARAMETERS = (  # parameters at all
+    *FULL, Holds.SHARD, Holds.SECONDARY, Holds.STAGED, Holds.NEAR, Holds.PARAM,
+)  # fmt: skip
 AWAY = {Holds.HOSTED: "is on the host", Holds.STORED: "is on NVMe"}
 
 
@@ -97,6 +99,8 @@ class Buffer:
             return takes
         if self.kind in (Holds.STAGED, Holds.NEAR):
             return self.landed and takes
+        if self.kind is Holds.SECONDARY:  # forward returns it, backward gathers from it
+            return takes or node.op == "output"
         return self.landed
 
     def _is_next(self, spec: OpSpec | None) -> bool:
@@ -176,9 +180,11 @@ class Crossing:
     """The memory that a forward graph leaves for its backward.
 
     kept: gathered buckets, by position. away: values off the device and their tier, by position.
+    secondary: the buckets of secondary shards, by position.
     """
 
     kept: dict[int, int] = field(default_factory=dict)
+    secondary: dict[int, int] = field(default_factory=dict)
     away: dict[int, Holds] = field(default_factory=dict)
     refreshed: set[int] = field(default_factory=set)
 
@@ -349,6 +355,8 @@ class Order:
             self.add(node, Buffer(self.crossing.away[where.index], node))
         elif where.role is Role.SAVED and where.index in self.crossing.kept:
             self.add(node, Buffer(Holds.KEPT, node, self.crossing.kept[where.index]))
+        elif where.role is Role.SAVED and where.index in self.crossing.secondary:
+            self.add(node, Buffer(Holds.SECONDARY, node, self.crossing.secondary[where.index]))
         elif where.role is Role.PARAM:
             if Fact.PARAMS_SHARDED in self.program.facts:
                 self.fail(node, f"{where.name} is read whole, but parameters are sharded")
@@ -475,6 +483,8 @@ class Order:
             is_whole = kind_of(result) is Kind.WAIT
             if buffer.kind is Holds.GATHERED and is_whole and buffer.slot == -1:
                 self.crossing.kept[position] = buffer.bucket
+            elif buffer.kind is Holds.SECONDARY and kind_of(result) is Kind.MAKE:
+                self.crossing.secondary[position] = buffer.bucket
             elif buffer.kind is Holds.GATHERED and buffer.slot >= 0:
                 self.fail(
                     result,
@@ -556,6 +566,7 @@ _MEANT = {
     "is kept off the device",
     Holds.SHARD: "it is kept off the device. Reload it first",
     Holds.STAGED: "it is in host memory. Reload it first",
+    Holds.SECONDARY: "a secondary shard is for backward's gather of its bucket only",
     Holds.NEAR: "a reloaded shard is for the all-gather of its bucket only",
     Holds.HOSTED: "a value on the host is for reload or write_out only",
     Holds.STORED: "a value on NVMe is for read_back only",

@@ -18,9 +18,11 @@ from torch import fx
 from torch.fx.node import has_side_effect
 
 from zerofx.compat.graphs import OpOverload
-from zerofx.layout.buckets import Layout
+from zerofx.layout.buckets import Layout, Mesh
 from zerofx.layout.tiers import Tier
+from zerofx.policy import reduction
 from zerofx.policy.exchange import Receives
+from zerofx.policy.reduction import Leg
 from zerofx.runtime.graph_calls import current_calls
 from zerofx.runtime.schedule import add_method
 
@@ -72,6 +74,7 @@ class Holds(Enum):
     RELOADED = "reloaded"  # its copy back on the device
     CONVERTED = "converted"  # a value after a change of placement
     STAGED = "shard read from NVMe"  # a shard's copy in host memory
+    SECONDARY = "secondary shard"  # a part of a gathered bucket, from forward to backward
     NEAR = "reloaded shard"  # the device copy of a shard kept off the device
 
 
@@ -153,11 +156,15 @@ class Bounded:
 
 @dataclass(frozen=True)
 class Payload:
-    """The data that one launch moves. what: the collective's kind or the copy's lane of traffic."""
+    """The data that one launch moves. what: the collective's kind or the copy's lane of traffic.
+
+    axis: the mesh axis of a collective, if it is not the op's.
+    """
 
     what: str
     nbytes: int
     itemsize: int
+    axis: str = ""
 
 
 def _nothing_moved(*_: Any) -> list[Payload]:
@@ -188,7 +195,8 @@ class OpSpec:
     Memory
         hold: the storages of its result (see `analysis.places.Places`). arrive: the same
             for the wait of a launch. borrows: for a reduction, whether it
-            receives into the buffers of its axis. receives: for a collective of values, the part of
+            receives into the buffers of its axis; legs: its collectives, one after the other.
+            receives: for a collective of values, the part of
             these buffers that it borrows over gloo: `receives(node, ranks, is_native)`, where
             is_native says whether a full buffer of a given number of bytes is reduced natively.
             is_static: dropping its result frees nothing. adds, frees: bytes of the device that the
@@ -235,6 +243,7 @@ class OpSpec:
     hold: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     arrive: Callable[[Any, fx.Node, int], tuple[Any, ...]] | None = None
     borrows: Callable[[Any, fx.Node], bool] = field(default=lambda program, node: True)
+    legs: Callable[[Mesh], tuple[Leg, ...]] = reduction.legs
     receives: Callable[[fx.Node, int, Callable[[int], bool]], Receives] | None = None
     is_static: Callable[[fx.Node, Layout], bool] = field(default=lambda node, layout: False)
     adds: Callable[[fx.Node], int] = field(default=lambda node: 0)

@@ -133,6 +133,34 @@ def check_pause(program: Planned) -> None:
     )
 
 
+def check_secondary(program: Planned) -> None:
+    """Check that backward gathers from secondary shards what forward gathers, if the plan has them.
+
+    It holds once all passes have run.
+    """
+    has_both = FORWARD in program.graphs and BACKWARD in program.graphs
+    has_nodes = program.plan.secondary_shard_size is not None and program.layout.node_size > 1
+    if Fact.SLOTS_ASSIGNED not in program.facts or not (has_both and has_nodes):
+        return
+    gathered = {info(node).index for node in _gathers_over_shards(program, FORWARD)}
+    for node in _gathers_over_shards(program, BACKWARD):
+        bucket = program.layout.buckets[info(node).index]
+        if bucket.index in gathered:
+            raise fault(
+                program,
+                BACKWARD,
+                node,
+                f"{node.name} gathers bucket {bucket.index} ({bucket.label()}) across nodes again. "
+                f"Plan.secondary_shard_size is {program.plan.secondary_shard_size}. Gather it from "
+                "the secondary shard that forward keeps.",
+            )
+
+
+def _gathers_over_shards(program: Planned, graph: str) -> list[fx.Node]:
+    found = ((n, spec_of(n)) for n in program.graph(graph).nodes)
+    return [n for n, s in found if s and s.is_gather and not s.stays and s.axis == "shard"]
+
+
 # -- The proof of a program ------------------------------------------------------------------------
 
 
@@ -162,6 +190,7 @@ def verify(program: Planned) -> None:
         check_saved(program)
     check_synced(program)
     check_pause(program)
+    check_secondary(program)
     check_precision(program)
     check_placed(program)
     check_dataflow(program)

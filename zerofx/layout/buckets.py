@@ -132,9 +132,13 @@ class Bucket:
 # Ranks along the data axes have different samples, unless neighbours share them, each with a part
 # of the sequence: those form the context axis, which is no further axis of the mesh, since shards
 # and reductions go over it as over all data axes. Ranks along the other axes have the same samples.
+# Nor are these two: the node axis is neighbours along the shard axis that share a node, and the
+# across axis is the ranks of a shard axis that have the same position in their nodes.
 AXES = ("pipeline", "replicate", "shard", "tensor")
 DATA_AXES = ("replicate", "shard")
 CONTEXT = "context"
+NODE = "node"
+ACROSS = "across"
 
 
 @dataclass(frozen=True)
@@ -143,18 +147,22 @@ class Mesh:
 
     context: the number of neighbours along the data axes that share their samples.
     zigzag: whether each of these has two chunks of what is cut over them, see `layout.placements`.
+    node: the number of neighbours along the shard axis that form a node; 1 if the plan makes no
+        difference between nodes.
     """
 
     sizes: tuple[int, ...]
     context: int = 1
     zigzag: bool = False
+    node: int = 1
 
     @classmethod
-    def of(cls, *, context: int = 1, **sizes: int) -> Mesh:
+    def of(cls, *, context: int = 1, node: int = 1, **sizes: int) -> Mesh:
         """Return the mesh with the given axis sizes; all other axes have one rank."""
         assert sizes.keys() <= {*AXES}, f"{sizes.keys() - {*AXES}} are no axes of a mesh"
-        made = cls(tuple(sizes.get(axis, 1) for axis in AXES), context)
+        made = cls(tuple(sizes.get(axis, 1) for axis in AXES), context, node=node)
         assert made.num_reducing % context == 0, f"{context} do not divide {made}"
+        assert made.along("shard") % node == 0, f"{node} do not divide the shard axis of {made}"
         return made
 
     @property
@@ -173,6 +181,10 @@ class Mesh:
 
     def along(self, axis: str) -> int:
         """Return the number of ranks along an axis."""
+        if axis == NODE:
+            return self.node
+        if axis == ACROSS:
+            return self.along("shard") // self.node
         return self.context if axis == CONTEXT else self.sizes[AXES.index(axis)]
 
     def is_zigzag(self, axis: str) -> bool:
@@ -181,7 +193,9 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """Return the distance between the numbers of neighbouring ranks along an axis."""
-        if axis == CONTEXT:
+        if axis == ACROSS:
+            return self.node * self.stride("shard")
+        if axis in (CONTEXT, NODE):
             axis = DATA_AXES[-1]
         return math.prod(self.sizes[AXES.index(axis) + 1 :])
 
@@ -209,6 +223,15 @@ class Layout:
     def shard_size(self) -> int:
         """The number of ranks over which each bucket is sharded."""
         return self.mesh.along("shard")
+
+    @cached_property
+    def node_size(self) -> int:
+        """The ranks of the shard axis per node; 1 if the plan makes no difference between nodes."""
+        return self.mesh.node
+
+    def secondary_numel(self, bucket: Bucket) -> int:
+        """Return the elements of `bucket` in a rank's secondary shard."""
+        return bucket.numel // self.node_size
 
     @cached_property
     def tensor_size(self) -> int:

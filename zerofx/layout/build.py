@@ -90,6 +90,7 @@ def make_bucket(
 def unit_layout(
     params: Iterable[UnitParam], shard_size: int, replicate_size: int = 1, persist_below: int = 0,
     tensor_size: int = 1, pipeline_size: int = 1, context_size: int = 1, zigzag: bool = False,
+    node_size: int = 1,
 ) -> Layout:  # fmt: skip
     """Return the unmerged layout: one bucket per unit, format, trainability and pipeline stage.
 
@@ -108,7 +109,7 @@ def unit_layout(
     ]
     mesh = Mesh.of(
         pipeline=pipeline_size, replicate=replicate_size, shard=shard_size, tensor=tensor_size,
-        context=context_size,
+        context=context_size, node=node_size,
     )  # fmt: skip
     return Layout(tuple(buckets), replace(mesh, zigzag=zigzag))
 

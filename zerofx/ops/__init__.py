@@ -27,6 +27,8 @@ from zerofx.ops.gradients import reduce_scatter as reduce_scatter
 from zerofx.ops.gradients import reduce_scatter_rows as reduce_scatter_rows
 from zerofx.ops.gradients import store_grad as store_grad
 from zerofx.ops.gradients import update as update
+from zerofx.ops.nodes import all_gather_by_node as all_gather_by_node
+from zerofx.ops.nodes import reduce_scatter_by_node as reduce_scatter_by_node
 from zerofx.ops.pauses import pause as pause
 from zerofx.ops.placed import embedding_rows as embedding_rows
 from zerofx.ops.placed import embedding_rows_backward as embedding_rows_backward
@@ -43,6 +45,8 @@ from zerofx.ops.ring import attention as attention
 from zerofx.ops.ring import attention_backward as attention_backward
 from zerofx.ops.ring import ring_attention as ring_attention
 from zerofx.ops.ring import ring_attention_backward as ring_attention_backward
+from zerofx.ops.secondary import gather_secondary as gather_secondary
+from zerofx.ops.secondary import secondary_shard as secondary_shard
 from zerofx.ops.shards import offload_grad as offload_grad
 from zerofx.ops.shards import read_shard as read_shard
 from zerofx.ops.shards import refresh_shard as refresh_shard

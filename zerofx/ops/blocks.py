@@ -25,6 +25,7 @@ from zerofx.ops.gathers import ALL_GATHER, append_from_shard
 from zerofx.ops.gradients import SCATTER, append_reduction, hold_reduced, sends_reduction
 from zerofx.policy import exchange, reduction
 from zerofx.runtime.wire.blocks import all_gather_blocks as gather_on_rank
+from zerofx.runtime.wire.blocks import reduce_scatter_blocks as reduce_on_rank
 
 _BOUND = Bounded(relative=RELATIVE_ERROR, block=BLOCK)
 _HELD = "codes and scales"
@@ -106,8 +107,8 @@ def _sliced_bytes(program: Planned, node: fx.Node) -> int:
 
 def _reduce_on_rank(engine: Any, buffer: Tensor, bucket: int, scale: float) -> Any:
     """Launch the reduction of a packed bucket; whole where ranks take turns, as gathers do."""
-    coded = not engine.turns.are_taken
-    return engine.gradients.reduce(buffer, bucket, scale, in_blocks=coded)
+    coded = None if engine.turns.are_taken else reduce_on_rank
+    return engine.gradients.reduce(buffer, bucket, scale, over_shards=coded)
 
 
 def _run_reduction(calls: Any, packed: Tensor, bucket: int, numel: int, scale: float) -> Any:

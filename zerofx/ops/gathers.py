@@ -332,7 +332,7 @@ def _erase_view(numbering: Numbering, node: fx.Node) -> Any:
     full, offset, shape = node.args
     source = numbering.of[full]
     layout = numbering.program.layout
-    if isinstance(source, tuple):
+    if isinstance(source, tuple) and source[0] == "bucket":
         param = layout.buckets[source[1]].at.get(offset)
         if param is not None and list(param.shape) == list(shape):
             return leaf_digest(Role.PARAM, param.name)

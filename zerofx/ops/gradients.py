@@ -207,12 +207,13 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
         price = w.found.prices.touch(size)
         w.found.computes("store", f"sum b{bucket.index}", price, info(node))
         return
-    shard = nbytes(value(node))
+    shard, spec = nbytes(value(node)), spec_of(node)
+    assert spec is not None
     before: Leg | None = None
-    for leg in reduction.legs(w.layout.mesh):
+    for leg in spec.legs(w.layout.mesh):
         if before is not None:
-            w.arrive(node, shard, before.size)
-        w.collective(node, leg.kind, shard * leg.num_slices, leg.axis)
+            w.arrive(node, shard * before.times, before.size)
+        w.collective(node, leg.kind, shard * leg.num_slices * leg.times, leg.axis)
         before = leg
 
 
@@ -241,26 +242,31 @@ def _sends_rows(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     rows = _most_rows(program, node)
     legs = reduction.legs(program.layout.mesh)
     number = reduction.ROW_NUMBER_BYTES
-    counts = [Payload("all_gather", exchange.part_sent(number, leg.size), number) for leg in legs]
+    counts = [
+        Payload("all_gather", exchange.part_sent(number, leg.size), number, leg.axis)
+        for leg in legs
+    ]
     if rows is None:
         return counts + sends_reduction(program, node, rank)
     table, item = program.layout.buckets[info(node).index].params[0], value(node).element_size()
     sizes = (rows * number, number), (rows * table.shape[1] * item, item)
     return counts + [
-        Payload("all_gather", exchange.part_sent(n, legs[0].size), i) for n, i in sizes
+        Payload("all_gather", exchange.part_sent(n, legs[0].size), i, legs[0].axis)
+        for n, i in sizes
     ]
 
 
 def sends_reduction(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
     """Return the payload of a reduction over each axis."""
-    mesh, out = program.layout.mesh, value(node)
+    mesh, out, spec = program.layout.mesh, value(node), spec_of(node)
+    assert spec is not None
     found = []
-    for leg in reduction.legs(mesh):
+    for leg in spec.legs(mesh):
         if leg.kind == "reduce_scatter":
             sent = exchange.part_sent(nbytes(out), leg.size)
         else:
             sent = all_reduce_bytes(out, mesh.position(leg.axis, rank), leg.size)
-        found.append(Payload(leg.kind, sent, out.element_size()))
+        found += [Payload(leg.kind, sent, out.element_size(), leg.axis)] * leg.times
     return found
 
 

@@ -93,7 +93,7 @@ def _sends(kind: str) -> Any:
             numel = exchange.part_sent(x.numel(), ranks)
         else:
             numel = exchange.part_sent(x.numel() // ranks, ranks)
-        return [Payload(kind, numel * x.element_size(), x.element_size())]
+        return [Payload(kind, numel * x.element_size(), x.element_size(), axis)]
 
     return sends
 

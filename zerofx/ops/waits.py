@@ -16,7 +16,6 @@ from zerofx.ir.order import Order
 from zerofx.ir.spec import Kind, Lane, OpSpec, define, launch_of, launched, spec_of
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering
-from zerofx.policy import reduction
 
 
 def _launched(wait: fx.Node) -> OpSpec:
@@ -70,7 +69,7 @@ def _task(w: Walk, node: fx.Node) -> None:
         return
     w.found.ended.add(task)
     if spec.is_reduction:
-        w.arrive(launch, nbytes(value(launch)), reduction.legs(w.layout.mesh)[-1].size)
+        w.arrive(launch, nbytes(value(launch)), spec.legs(w.layout.mesh)[-1].size)
 
 
 def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from zerofx.analysis.memory.memory import peak_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir.graphs import add_placeholder, set_results
-from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, value
+from zerofx.ir.meta import OutputInfo, Phase, Role, info, nbytes, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
@@ -143,7 +143,30 @@ def _keep(program: Planned, forward: fx.Node, backward: fx.Node) -> int:
     shard = launch.all_input_nodes[0]
     graph.erase_node(launch)
     _erase_moves(graph, shard)
+    if info(shard).role is Role.SAVED and not shard.users:
+        _drop_saved(program, shard)
     return size
+
+
+def _drop_saved(program: Planned, taken: fx.Node) -> None:
+    """Stop saving a secondary shard that backward does not gather from any more."""
+    position, graph = info(taken).index, program.graph(FORWARD)
+    pairs = list(zip(program.outputs[FORWARD], program.results(FORWARD), strict=True))
+    is_it = [spec.role is Role.SAVED and spec.index == position for spec, _ in pairs]
+    made = pairs[is_it.index(True)][1]
+    left = [pair for pair, is_dropped in zip(pairs, is_it, strict=True) if not is_dropped]
+    program.outputs[FORWARD] = tuple(
+        replace(spec, index=spec.index - 1)
+        if spec.role is Role.SAVED and spec.index > position
+        else spec
+        for spec, _ in left
+    )
+    set_results(graph, [result for _, result in left])
+    graph.erase_node(made)
+    program.graph(BACKWARD).erase_node(taken)
+    for node in program.placeholders(BACKWARD, Role.SAVED):
+        if info(node).index > position:
+            set_info(node, index=info(node).index - 1)
 
 
 def _delivers_whole(launch: fx.Node) -> bool:

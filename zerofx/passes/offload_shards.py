@@ -10,7 +10,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.ir.graphs import call
-from zerofx.ir.meta import info, set_info, value
+from zerofx.ir.meta import Role, info, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of, spec_of, wait_for
 from zerofx.layout.buckets import Bucket, Layout
@@ -49,7 +49,7 @@ class OffloadShards(Pass):
     def _reload(self, graph: fx.Graph, layout: Layout) -> int:
         found = [(n, spec_of(n)) for n in graph.nodes]
         gathers = [n for n, spec in found if spec and spec.is_gather and not spec.stays]
-        away = [n for n in gathers if layout.buckets[info(n).index].is_away]
+        away = [n for n in gathers if _reads_shard(n) and layout.buckets[info(n).index].is_away]
         if layout.shard_size == 1:
             reloads = [_replace(graph, gather) for gather in away]
         else:
@@ -59,6 +59,11 @@ class OffloadShards(Pass):
             if layout.buckets[info(reload).index].source is Tier.NVME:
                 _read(graph, reload, reloads[max(k - self.read_distance, 0)])
         return len(away)
+
+
+def _reads_shard(gather: fx.Node) -> bool:
+    """Return whether a gather sends this rank's shard, and not a secondary shard."""
+    return info(gather.all_input_nodes[0]).role is Role.SHARD
 
 
 def _replace(graph: fx.Graph, gather: fx.Node) -> fx.Node:

@@ -19,6 +19,7 @@ from zerofx.passes.cut_stages import CutStages
 from zerofx.passes.decide import Choices, budget_bytes
 from zerofx.passes.defer_weights import DeferWeights
 from zerofx.passes.fuse import Fuse
+from zerofx.passes.hierarchical import Hierarchical
 from zerofx.passes.join_sums import JoinSums
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.merge_tied import MergeTied
@@ -30,6 +31,7 @@ from zerofx.passes.place import OpenLosses, OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
 from zerofx.passes.quantize import Quantize
 from zerofx.passes.release import Release
+from zerofx.passes.secondary_shards import SecondaryShards
 from zerofx.passes.shard_gradients import ShardGradients
 from zerofx.passes.shard_parameters import ShardParameters
 from zerofx.passes.sink_waits import SinkWaits
@@ -134,6 +136,10 @@ PLACE: list[Make] = [
     ),
     # once all collectives over the shard axis exist, and before any pass moves or weighs them
     lambda s: Quantize(weights=s.plan.quantized_weights, gradients=s.plan.quantized_gradients),
+    # after quantize: blocks are for gathers across nodes, and what they deliver is kept exactly
+    lambda s: SecondaryShards(enabled=s.plan.secondary_shard_size is not None),
+    # after both, which replace gathers: what is still exact and over the shard axis has two steps
+    lambda s: Hierarchical(enabled=s.plan.hierarchical_size is not None),
     # running statistics are broadcast from rank 0
     lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
     lambda s: Release(),

@@ -39,7 +39,7 @@ def plan_layout(
     parallel = plan.parallel
     layout = unit_layout(
         params, shard_size, replicate_size, persist, parallel.tensor, parallel.pipeline,
-        parallel.context, parallel.is_zigzag,
+        parallel.context, parallel.is_zigzag, plan.node_size(shard_size),
     )  # fmt: skip
     if plan.memory_budget is not None and plan.bucket_bytes is None:
         sizes = [b.full_bytes for b in layout.buckets if not b.persistent]

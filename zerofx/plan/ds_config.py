@@ -558,6 +558,12 @@ class _Reading:
             found["shard_axis_size"] = axis
         elif f"{zero}.mics_shard_size" in self.rows:
             self._ignore_if_translated(f"{zero}.mics_shard_size", "off" if stage else "stage is 0")
+        node = self.get(f"{zero}.zero_hpz_partition_size", 1)
+        if node > 1 and stage == 3:
+            found["secondary_shard_size"] = node
+        elif f"{zero}.zero_hpz_partition_size" in self.rows:
+            why = "off" if stage == 3 else "only stage 3 uses it"
+            self._ignore_if_translated(f"{zero}.zero_hpz_partition_size", why)
         return found
 
     def _ignore_if_translated(self, key: str, why: str) -> None:

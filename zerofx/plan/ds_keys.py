@@ -240,12 +240,7 @@ KEYS: dict[str, KeyRule] = {
     ),
     "zero_optimization.mics_shard_size": KeyRule("translated", "shard_axis_size", _count(-1)),
     "zero_optimization.zero_hpz_partition_size": KeyRule(
-        "ignored",
-        "no second copy of the shards is kept; Plan(shard_axis_size=...) keeps gathers within a "
-        "host, if memory allows",
-        _count(0),
-        harmless=(0, 1),
-        is_warned=True,
+        "translated", "secondary_shard_size", _count(0)
     ),
     "zero_optimization.offload_optimizer.device": KeyRule(
         "translated", "offload.optimizer", _word("none", "cpu", "nvme")

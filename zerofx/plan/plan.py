@@ -76,6 +76,15 @@ class Plan:
     ignored_params: name patterns of parameters that are left to the user, as with fully_shard's
         ignored_params: they are not sharded or moved, and each rank keeps its own gradients.
     shard_axis_size: shard within groups of this many ranks, replicate across; None is all ranks.
+    secondary_shard_size: the ranks per node over which a second copy of the gathered parameters is
+        sharded from forward to backward (stage 3). Backward gathers from it, within the node, so
+        that only forward gathers across nodes. Neighbours along the shard axis form a node. The
+        copy takes 1 / secondary_shard_size of the parameters in their compute format. Values do
+        not change. If all ranks that share a bucket are in one node, there is no second copy.
+    hierarchical_size: the ranks per node, if gathers and reductions over the shard axis are to run
+        in two steps: a gather across nodes, then within each; a reduction within each node, then
+        across. Across nodes they send 1 / hierarchical_size of the bytes. A sum is that of nodes,
+        each the sum of its ranks, in rank order, so its rounding differs from that of one step.
     parallel: over how many ranks the layers themselves are cut; see `Parallel`.
     differentiate: "loss", or "all" float outputs. With "all", parameters of an output that is not
         part of the loss get zero gradients, where eager PyTorch leaves None.
@@ -128,6 +137,8 @@ class Plan:
     units: str | tuple[str, ...] = spec_field("auto", read_units)
     ignored_params: tuple[str, ...] = spec_field((), read_ignored)
     shard_axis_size: int | None = spec_field(None, optional(whole(1)))
+    secondary_shard_size: int | None = spec_field(None, optional(whole(2)))
+    hierarchical_size: int | None = spec_field(None, optional(whole(2)))
     parallel: Parallel = spec_field(None, Parallel.read)
     differentiate: str = spec_field("loss", one_of("loss", "all"))
     outputs: str = spec_field("all", one_of("all", "loss"))
@@ -162,6 +173,8 @@ class Plan:
             units: str | Sequence[str] = ...,
             ignored_params: str | Sequence[str] = ...,
             shard_axis_size: int | None = ...,
+            secondary_shard_size: int | None = ...,
+            hierarchical_size: int | None = ...,
             parallel: Parallel | Mapping[str, Any] | str | None = ...,
             differentiate: str = ...,
             outputs: str = ...,
@@ -199,8 +212,9 @@ class Plan:
         """Return (ranks that share a bucket, copies of each shard) for a world size.
 
         Raises:
-            PlanError: the parallel axes, or shard_axis_size, do not divide world_size; the message
-                names both.
+            PlanError: the parallel axes, or shard_axis_size, do not divide world_size, or
+                secondary_shard_size (or hierarchical_size) does not divide the ranks that share a
+                bucket; the message names both.
         """
         shared = self.parallel.num_shared
         if world_size % shared:
@@ -217,7 +231,28 @@ class Plan:
                 f"Plan.shard_axis_size = {shard_size} does not divide the world of {world_size} "
                 "ranks. Use a divisor, or None to shard over all ranks"
             )
+        self.node_size(shard_size)
         return shard_size, world_size // shard_size
+
+    def node_size(self, shard_size: int) -> int:
+        """Return the ranks of the shard axis per node; 1 if the plan makes no difference there.
+
+        shard_size: the ranks that share a bucket. If they are all in one node, nodes make none.
+
+        Raises:
+            PlanError: secondary_shard_size or hierarchical_size does not divide shard_size; the
+                message names both.
+        """
+        size = self.secondary_shard_size or self.hierarchical_size
+        if size is None or size >= shard_size:
+            return 1
+        if shard_size % size:
+            name = "secondary_shard_size" if self.secondary_shard_size else "hierarchical_size"
+            raise PlanError(
+                f"Plan.{name} = {size} does not divide the {shard_size} ranks that "
+                "share a bucket. Use the number of ranks per node"
+            )
+        return size
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value that YAML, JSON and `from_dict` read back."""

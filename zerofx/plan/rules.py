@@ -44,6 +44,24 @@ def contradictions(plan: Plan) -> Iterator[str]:
             "only after the last gradient, when the first parameters are already updated. Compute "
             "in bf16 or fp32, or use update='step'"
         )
+    if plan.secondary_shard_size is not None and plan.stage < 3:
+        yield (
+            f"Plan.secondary_shard_size = {plan.secondary_shard_size} needs stage = 3, whose "
+            f"backward gathers parameters again; the plan has stage = {plan.stage}. Raise stage, "
+            "or drop secondary_shard_size"
+        )
+    if plan.hierarchical_size is not None and plan.stage == 0:
+        yield (
+            f"Plan.hierarchical_size = {plan.hierarchical_size} contradicts stage = 0, which "
+            "shards nothing. Drop hierarchical_size, or use stage 1, 2 or 3"
+        )
+    sizes = {plan.secondary_shard_size, plan.hierarchical_size} - {None}
+    if len(sizes) > 1:
+        yield (
+            f"Plan.secondary_shard_size = {plan.secondary_shard_size} contradicts "
+            f"hierarchical_size = {plan.hierarchical_size}: both are the ranks per node. Set both "
+            "to the same number"
+        )
     yield from _against_quantized(plan)
     yield from _against_islands(plan)
     yield from _against_graphs(plan)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from zerofx.layout.buckets import Bucket, Layout, Mesh
+from zerofx.layout.buckets import ACROSS, NODE, Bucket, Layout, Mesh
 from zerofx.layout.tiers import Tier
 from zerofx.plan.plan import Plan
 from zerofx.policy import exchange
@@ -26,12 +26,14 @@ class Leg:
     """One of the collectives that reduce a bucket: its kind and its axis.
 
     size: the number of ranks along the axis. stride: the distance between their numbers.
+    times: the number of collectives, launched together, each with an equal part of the input.
     """
 
     kind: str
     axis: str
     size: int
     stride: int
+    times: int = 1
 
     @property
     def num_slices(self) -> int:
@@ -44,6 +46,19 @@ def legs(mesh: Mesh) -> tuple[Leg, ...]:
     """Return the collectives that reduce a bucket, in order; none if there is only one rank."""
     every = (Leg(kind, axis, mesh.along(axis), mesh.stride(axis)) for axis, kind in _AXES.items())
     return tuple(leg for leg in every if leg.size > 1)
+
+
+@lru_cache(maxsize=256)
+def legs_by_node(mesh: Mesh) -> tuple[Leg, ...]:
+    """Return the collectives of a reduction that runs within each node first, then across nodes.
+
+    Within a node, the slices of each node's ranks are one collective: as many as there are nodes.
+    """
+    first, *later = legs(mesh)
+    assert first.axis == "shard" and mesh.node > 1, f"{mesh} has no nodes to reduce by"
+    nodes = mesh.along(ACROSS)
+    within = Leg(first.kind, NODE, mesh.node, mesh.stride(NODE), nodes)
+    return within, Leg(first.kind, ACROSS, nodes, mesh.stride(ACROSS)), *later
 
 
 def first_axis(mesh: Mesh) -> str:

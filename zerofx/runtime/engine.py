@@ -186,10 +186,10 @@ class Engine:
         """Launch the all-gather of a bucket into `slot` (or into newly allocated memory)."""
         b = self.layout.buckets[bucket]
         out = self.slots.take(slot, b.numel, b.compute_dtype)
-        work = self.world.all_gather(out, self._cast(shard, out), self._gather_labels[bucket])
+        work = self.world.all_gather(out, self.cast(shard, out), self._gather_labels[bucket])
         return Flight(out, work, bucket)
 
-    def _cast(self, shard: Tensor, full: Tensor) -> Tensor:
+    def cast(self, shard: Tensor, full: Tensor) -> Tensor:
         """Return the shard in the dtype of `full`, cast into its own range there if necessary."""
         if shard.dtype is full.dtype:
             return shard
@@ -228,7 +228,7 @@ class Engine:
         is_forced = self._fresh.get(bucket) == NEVER
         if copy.is_current and not is_forced:
             return copy.part(0, shard.numel())
-        mine = self._cast(shard, full)
+        mine = self.cast(shard, full)
         copy.mark()
         return mine
 

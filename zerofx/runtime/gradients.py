@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerofx.comm.collectives import Work, receive_buffers
+from zerofx.comm.world import OverShards
 from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.tensors import foreach_copy_, foreach_zero_
 from zerofx.policy import reduction
@@ -23,7 +24,6 @@ from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.store.unsynced import LocalSums
 from zerofx.runtime.tensors.tensor import local_of
 from zerofx.runtime.views import BucketViews
-from zerofx.runtime.wire.blocks import reduce_scatter_blocks
 from zerofx.runtime.wire.rows import launch_rows
 
 if TYPE_CHECKING:
@@ -216,13 +216,13 @@ class Gradients:
         bucket: int,
         scale: float,
         indices: Sequence[Tensor] = (),
-        in_blocks: bool = False,
+        over_shards: OverShards | None = None,
     ) -> Flight:
         """Launch the reduction of a packed bucket: this rank's slice of the scaled sum.
 
         indices: the rows that this backward has gradients for, if the bucket is a single table.
             Sums made under no_sync contain other rows, so they are reduced as a whole.
-        in_blocks: send gradients over the shard axis as 8-bit blocks.
+        over_shards: launches the reduction over the shard axis in another form, such as blocks.
         """
         if self.discards:
             return Flight(None, None, bucket)
@@ -248,8 +248,7 @@ class Gradients:
         if indices and not summed:
             work = self._launch_rows(out, buffer, bucket, scale, indices)
         if work is None:
-            coded = reduce_scatter_blocks if in_blocks else None
-            work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket], coded)
+            work = self._world.reduce_scatter(out, buffer, scale, self._labels[bucket], over_shards)
         return Flight(out, work, bucket)
 
     def _launch_rows(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerofx.comm.collectives import DONE, Axis, Work
 from zerofx.comm.world import World
-from zerofx.layout.buckets import AXES, CONTEXT, Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE, Bucket, Layout, Mesh, ParamSlice
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 from zerofx.runtime.engine import Engine
@@ -112,7 +112,9 @@ def run_standalone(schedule_file: str) -> None:
     facts = json.loads((Path(schedule_file).parent / "fingerprint.json").read_text())
     layout = layout_from_facts(facts["layout"])
     torch.manual_seed(0)
-    axes = {name: LoopbackAxis(0, layout.mesh.along(name)) for name in (*AXES, CONTEXT)}
+    axes = {
+        name: LoopbackAxis(0, layout.mesh.along(name)) for name in (*AXES, CONTEXT, NODE, ACROSS)
+    }
     device = torch.device(facts["placeholders"]["forward"][0][4][3])
     world = World(device=device, backend="loopback", axes=axes, whole=axes["replicate"])
     sizes = {name: hint for name, hint, _ in facts.get("sizes", {}).get("symbols", ())}
@@ -197,5 +199,5 @@ def layout_from_facts(facts: dict[str, Any]) -> Layout:
         for i, b in enumerate(facts["buckets"])
     )
     sizes = {axis: facts[f"{axis}_size"] for axis in AXES}
-    context, zigzag = facts.get("context_size", 1), facts.get("zigzag", False)
-    return Layout(buckets, replace(Mesh.of(context=context, **sizes), zigzag=zigzag))
+    sizes |= {axis: facts.get(f"{axis}_size", 1) for axis in (CONTEXT, NODE)}
+    return Layout(buckets, replace(Mesh.of(**sizes), zigzag=facts.get("zigzag", False)))

@@ -249,7 +249,7 @@ class Turns:
         finally:
             gradients.discards, gradients.asked = before
 
-    def _shard(self, bucket: int) -> Tensor:
+    def shard(self, bucket: int) -> Tensor:
         """Return this rank's shard of a bucket, on the device."""
         engine, shard = self._engine, self._engine.store.shards[bucket]
         place = engine.layout.buckets[bucket]
@@ -259,7 +259,7 @@ class Turns:
 
     def _gather(self, share: Share) -> None:
         engine = self._engine
-        full = engine.wait(engine.all_gather(self._shard(share.bucket), share.bucket))
+        full = engine.wait(engine.all_gather(self.shard(share.bucket), share.bucket))
         engine.release(full)
 
     def _refresh(self, share: Share) -> None:

@@ -111,6 +111,8 @@ class Choice:
     offload: tuple[tuple[str, Any], ...] = ()
     precision: str = "fp32"
     parallel: tuple[tuple[str, Any], ...] = ()
+    secondary_shard_size: int | None = None
+    hierarchical_size: int | None = None
 
     def __str__(self) -> str:
         chosen = self.activations
@@ -119,6 +121,8 @@ class Choice:
         parts = [f"stage{self.stage}", f"world{self.world_size}", str(chosen)]
         parts += ["budget"] if self.budget else []
         parts += [f"axis{self.shard_axis_size}"] if self.shard_axis_size else []
+        parts += [f"nodes-of-{self.secondary_shard_size}"] if self.secondary_shard_size else []
+        parts += [f"by-nodes-of-{self.hierarchical_size}"] if self.hierarchical_size else []
         parts += [f"ahead{self.prefetch}"] if self.prefetch != "auto" else []
         parts += ["units"] if self.units else []
         parts += ["tiled"] if self.tiling else []
@@ -150,6 +154,8 @@ class Choice:
             offload=dict(self.offload),
             precision=self.precision,
             parallel=self._parallel(),
+            secondary_shard_size=self.secondary_shard_size,
+            hierarchical_size=self.hierarchical_size,
         )
 
     def _parallel(self) -> dict[str, Any] | None:

@@ -107,13 +107,14 @@ class Communication(Placed, Moves):
         return self._launch(dest, signature, [shard], land)
 
     def _all_gather(
-        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
-    ) -> Blocking:
+        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format,
+        kind: str = "all-gather",
+    ) -> Blocking:  # fmt: skip
         b = self.bucket(bucket, numel)
         is_away = bucket in self.away.far
         sent = self.away.sent(bucket, shard) if is_away else self._own(shard, bucket, "all-gather")
         dest = self.memory.place(slot, b.numel, dtype or b.dtype)
-        return (yield from self.gather_into(dest, sent, bucket, "all-gather"))
+        return (yield from self.gather_into(dest, sent, bucket, kind))
 
     def _refresh(self, shard: Any, bucket: int, numel: int, dtype: Format) -> Blocking:
         b, mine = self.bucket(bucket, numel), self._own(shard, bucket, "refresh")
@@ -124,6 +125,38 @@ class Communication(Placed, Moves):
         b = self.bucket(bucket, numel)
         yield from ()
         return self.memory.resident_copy(bucket, b.numel, dtype or b.dtype)
+
+    def _secondary_shard(self, full: Tensor, bucket: int, numel: int) -> Blocking:
+        yield from ()
+        b = self.layout.buckets[bucket]
+        if full.numel() != b.numel or numel * self.layout.node_size != b.numel:
+            raise OracleError(f"a secondary shard of {numel} of bucket {bucket}, of {b.numel}")
+        first = self.group.index(self.rank) % self.layout.node_size * numel
+        return full[first : first + numel].clone()
+
+    def _gather_secondary(self, secondary: Tensor, bucket: int, numel: int, slot: int) -> Blocking:
+        b, size = self.bucket(bucket, numel), self.layout.node_size
+        dest = self.memory.place(slot, b.numel, secondary.dtype)
+        first = self.group.index(self.rank) // size * size
+        node = self.group[first : first + size]
+        signature = ("all-gather in the node", bucket, dest.numel(), dest.dtype)
+
+        def land(parts: list[list[Tensor]]) -> None:
+            self.memory.own(dest)
+            dest.copy_(concatenation(parts, node))
+
+        return self._launch(dest, signature, [secondary], land)
+
+    def _all_gather_by_node(
+        self, shard: Any, bucket: int, numel: int, slot: int, dtype: Format
+    ) -> Blocking:
+        if self.layout.node_size == 1:
+            raise OracleError("there are no nodes to gather by")
+        return self._all_gather(shard, bucket, numel, slot, dtype, "all-gather by node")
+
+    def _reduce_scatter_by_node(self, **given: Any) -> Blocking:
+        """Reduce in one step: with another order of sums, outcomes could not be compared."""
+        return self._reduce("reduce-scatter by node", **given)
 
     def _wait(self, launched: Transfer | HostCopy | Move) -> Blocking:
         if isinstance(launched, HostCopy):

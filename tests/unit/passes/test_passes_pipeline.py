@@ -37,6 +37,8 @@ def test_the_order_in_reading_form() -> None:
         "join-sums",
         "shard-gradients",
         "quantize",
+        "secondary-shards",
+        "hierarchical",
         "sync-buffers",
         "release",
         "prefetch-gathers",
@@ -97,7 +99,7 @@ def test_specs_name_every_option() -> None:
 
 def test_which_passes_change_numbers() -> None:
     changing = ["cast", "fuse", "tile", "open-products", "open-losses"]
-    changing += ["open-attention", "place", "quantize", "sync-buffers"]
+    changing += ["open-attention", "place", "quantize", "hierarchical", "sync-buffers"]
     assert [p.name for p in PASSES if not p.keeps_bits] == changing
 
 

@@ -432,7 +432,8 @@ USERS: dict[str, tuple[dict[str, Any], dict[str, Any] | str]] = {
              "offload_param": {"device": "none"}},
          "gradient_clipping": "auto", "train_batch_size": "auto",
          "train_micro_batch_size_per_gpu": "auto", "steps_per_print": 2000000},
-        {"stage": 3, "precision": "bf16", "bucket_bytes": 7372, "persist_below": 1280},
+        {"stage": 3, "precision": "bf16", "bucket_bytes": 7372, "persist_below": 1280,
+         "secondary_shard_size": 8},
     ),
     "KimGyunYeop/UnitLinearAtt": (
         {"train_batch_size": 128, "train_micro_batch_size_per_gpu": 32,

@@ -108,6 +108,8 @@ def test_defaults_are_the_contract() -> None:
         "units": "auto",
         "ignored_params": [],
         "shard_axis_size": None,
+        "secondary_shard_size": None,
+        "hierarchical_size": None,
         "parallel": "none",
         "differentiate": "loss",
         "outputs": "all",
@@ -173,6 +175,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"stage": 0, "offload": {"optimizer": "cpu"}}, "contradicts stage = 0"),
     ({"offload": {"optimizer": "cpu", "delayed": True}}, "contradicts update = 'step'"),
     ({"stage": 0, "shard_axis_size": 2}, "contradicts stage = 0"),
+    ({"stage": 2, "secondary_shard_size": 2}, "needs stage = 3"),
+    ({"stage": 0, "hierarchical_size": 2}, "contradicts stage = 0"),
+    ({"secondary_shard_size": 2, "hierarchical_size": 4}, "both are the ranks per node"),
+    ({"secondary_shard_size": 1}, "allowed are whole numbers from 2"),
     ({"host_budget": "1GiB"}, "nothing is offloaded"),
     ({"prefetch": -1}, "allowed are whole numbers from 0; or 'auto'"),
     ({"units": []}, "non-empty list of module name patterns"),
@@ -217,6 +223,14 @@ def test_axis_sizes() -> None:
     assert Plan(stage=2, shard_axis_size=4).axis_sizes(8) == (4, 2)
     with pytest.raises(PlanError, match="shard_axis_size = 3 does not divide the world of 8"):
         Plan(shard_axis_size=3).axis_sizes(8)
+    nodes = Plan(secondary_shard_size=4)
+    assert [nodes.node_size(ranks) for ranks in (1, 2, 4, 8, 16)] == [1, 1, 1, 4, 4]
+    with pytest.raises(PlanError, match="secondary_shard_size = 4 does not divide the 6 ranks"):
+        nodes.axis_sizes(6)
+    with pytest.raises(PlanError, match="secondary_shard_size = 4 does not divide the 6 ranks"):
+        Plan(secondary_shard_size=4, shard_axis_size=6).axis_sizes(12)
+    with pytest.raises(PlanError, match="hierarchical_size = 4 does not divide the 6 ranks"):
+        Plan(hierarchical_size=4).axis_sizes(6)
 
 
 def test_as_plan_takes_every_form(tmp_path: Path) -> None:

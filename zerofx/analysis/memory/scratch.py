@@ -91,10 +91,10 @@ class _Walk:
     def __init__(self, program: Planned, life: Lifetimes) -> None:
         self.program, self.life, self.layout = program, life, program.layout
         self.hardware = program.hardware
-        self.legs = reduction.legs(self.layout.mesh)
-        self.receive = {
-            leg.axis: _Pool("receive buffer", life.end, self.layout) for leg in self.legs
-        }
+        launched = (spec_of(node) for _, node in life.nodes if is_reduction(node))
+        legs = {spec.legs(self.layout.mesh) for spec in launched if spec is not None}
+        axes = dict.fromkeys(leg.axis for each in sorted(legs, key=str) for leg in each)
+        self.receive = {axis: _Pool("receive buffer", life.end, self.layout) for axis in axes}
         self.slices = _Pool("reduced slice", life.end, self.layout)
         self.values: dict[str, _Pool] = {}
         for _, node in life.nodes:
@@ -130,7 +130,7 @@ class _Walk:
                     ends[bucket.index] = self.slices.borrow(size, node, time)
                 spec = spec_of(node)
                 borrows = spec is not None and spec.borrows(self.program, node)
-                if is_gloo and self.legs and borrows:
+                if is_gloo and self._legs(node) and borrows:
                     loans[node] = self._launch(node, time)
             elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in loans:
                 self._wait(launch, loans.pop(launch), time)
@@ -166,13 +166,18 @@ class _Walk:
 
         return spec.receives(launch, ranks, is_native)
 
+    def _legs(self, launch: fx.Node) -> tuple[Leg, ...]:
+        spec = spec_of(launch)
+        assert spec is not None
+        return spec.legs(self.layout.mesh)
+
     def _launch(self, launch: fx.Node, time: int) -> list[Loan[_Buffer]]:
-        first = self.legs[0]
-        sizes = self._receives(first, launch).at_launch
+        first = self._legs(launch)[0]
+        sizes = self._receives(first, launch).at_launch * first.times
         return self.receive[first.axis].borrow(sizes, launch, time)
 
     def _wait(self, launch: fx.Node, loans: list[Loan[_Buffer]], time: int) -> None:
-        first, *later = self.legs
+        first, *later = self._legs(launch)
         pool = self.receive[first.axis]
         more = pool.borrow(self._receives(first, launch).at_end, launch, time)
         pool.give_back([*loans, *more])

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from zerofx.comm.collectives import KINDS
 from zerofx.ir.meta import info
 from zerofx.ir.program import BACKWARD, Planned
-from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.ir.spec import Kind, Payload, kind_of, spec_of
+from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE, Mesh
 from zerofx.layout.tiers import Tier
 from zerofx.runtime.tiers.homes import ADAMW_STATES
 from zerofx.runtime.tiers.host_tier import D2H, H2D, NVME_READ, NVME_WRITE
@@ -21,11 +22,15 @@ LANES = (D2H, H2D, NVME_READ, NVME_WRITE)
 
 @dataclass(frozen=True)
 class Sent:
-    """The collectives of one kind: their number, and the total that one rank sends in them."""
+    """The collectives of one kind: their number, and the total that one rank sends in them.
+
+    across_bytes: the part of `sent_bytes` that goes to ranks of other nodes.
+    """
 
     calls: int = 0
     sent_numel: int = 0
     sent_bytes: int = 0
+    across_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,23 @@ class Traffic:
     def sent_numel(self) -> int:
         return sum(sent.sent_numel for sent in self.kinds.values())
 
+    @property
+    def across_bytes(self) -> int:
+        """The part of `sent_bytes` that goes to ranks of other nodes."""
+        return sum(sent.across_bytes for sent in self.kinds.values())
 
-def traffic(program: Planned, rank: int = 0) -> Traffic:
+
+def traffic(program: Planned, rank: int = 0, per_node: int | None = None) -> Traffic:
     """Return the data that `rank` sends in a step before which every parameter was updated.
 
     It assumes that gradients are reduced in this step (no `no_sync`), and counts the bytes of
-    gloo's and NCCL's large-message algorithms.
+    gloo's and NCCL's large-message algorithms. What goes across nodes is counted as in a direct
+    exchange, in which each rank sends to each other one.
+
+    per_node: the number of neighbouring ranks that form a node. Default: that of the plan, or else
+        of the hardware.
     """
+    per_node = per_node or ranks_per_node(program)
     kinds, moved = dict.fromkeys(KINDS, Sent()), dict.fromkeys(LANES, Sent())
     for name, gm in program.graphs.items():
         for node in gm.graph.nodes:
@@ -60,7 +75,9 @@ def traffic(program: Planned, rank: int = 0) -> Traffic:
             if spec is None:
                 continue
             for sent in spec.sends(program, node, rank):
-                kinds[sent.what] = _more(kinds.get(sent.what, Sent()), sent.nbytes, sent.itemsize)
+                before, axis = kinds.get(sent.what, Sent()), sent.axis or spec.axis
+                across = _across(program.layout.mesh, axis, rank, per_node, sent)
+                kinds[sent.what] = _more(before, sent.nbytes, sent.itemsize, across)
             for copy in spec.moves(program, name, node):
                 moved[copy.what] = _more(moved[copy.what], copy.nbytes, copy.itemsize)
     for nbytes_stepped, itemsize in _stepped_on_nvme(program):
@@ -68,6 +85,28 @@ def traffic(program: Planned, rank: int = 0) -> Traffic:
             for _ in range(1 + ADAMW_STATES):
                 moved[lane] = _more(moved[lane], nbytes_stepped, itemsize)
     return Traffic(kinds, moved)
+
+
+def ranks_per_node(program: Planned) -> int:
+    """Return the number of neighbouring ranks per node, by the plan or else by the hardware."""
+    mesh = program.layout.mesh
+    if mesh.node > 1:
+        return mesh.node * mesh.stride(NODE)
+    return program.hardware.devices_per_node
+
+
+def _across(mesh: Mesh, axis: str, rank: int, per_node: int, sent: Payload) -> int:
+    """Return the bytes of a payload that leave the rank's node."""
+    if axis in (*AXES, CONTEXT, NODE, ACROSS):
+        stride, size = mesh.stride(axis), mesh.along(axis)
+        first = rank - mesh.position(axis, rank) * stride
+        peers = [first + at * stride for at in range(size)]
+    else:
+        peers = list(range(mesh.num_ranks))
+    if sent.what == "send":  # around a ring
+        peers = [rank, peers[(peers.index(rank) + 1) % len(peers)]]
+    far = sum(peer // per_node != rank // per_node for peer in peers)
+    return sent.nbytes * far // max(len(peers) - 1, 1)
 
 
 def _stepped_on_nvme(program: Planned) -> list[tuple[int, int]]:
@@ -85,7 +124,10 @@ def _stepped_on_nvme(program: Planned) -> list[tuple[int, int]]:
     ]
 
 
-def _more(before: Sent, sent_bytes: int, itemsize: int) -> Sent:
+def _more(before: Sent, sent_bytes: int, itemsize: int, across_bytes: int = 0) -> Sent:
     return Sent(
-        before.calls + 1, before.sent_numel + sent_bytes // itemsize, before.sent_bytes + sent_bytes
+        before.calls + 1,
+        before.sent_numel + sent_bytes // itemsize,
+        before.sent_bytes + sent_bytes,
+        before.across_bytes + across_bytes,
     )

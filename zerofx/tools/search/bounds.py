@@ -226,7 +226,9 @@ class Bounds:
         }
         if ranks > 1:
             gathered = item * (self._gathers(choice) if plan.stage == 3 else numel)
-            gather = prices.collective("all_gather", int(gathered), ranks, parallel.tensor)
+            # with secondary shards, a part of this stays within nodes
+            among = plan.node_size(ranks) if plan.node_size(ranks) > 1 else ranks
+            gather = prices.collective("all_gather", int(gathered), among, parallel.tensor)
             lanes["gather"] = gather.us
         reduced = trained * ITEM_BYTES[plan.precision.reduce]
         reduces = 1 if choice.no_sync or parallel.pipeline > 1 else times

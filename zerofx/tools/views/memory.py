@@ -114,9 +114,12 @@ class MemoryView:
         lines = ["sent per rank and step"]
         for kind, sent in self.traffic.kinds.items():
             if sent.calls:
+                across = f", {format_bytes(sent.across_bytes)} across nodes"
                 lines.append(
                     f"  {format_bytes(sent.sent_bytes):>10}  {kind:<14} "
                     f"{counted(sent.calls, 'call')}, {counted(sent.sent_numel, 'element')}"
+                    + across
+                    * bool(sent.across_bytes)
                 )
         for lane, moved in self.traffic.moved.items():
             if moved.calls:
@@ -147,7 +150,8 @@ class MemoryView:
             "curve_bytes": list(report.curve),
             "decisions": [dataclasses.asdict(d) for d in self.decisions],
             "traffic": {
-                kind: {"calls": s.calls, "numel": s.sent_numel, "bytes": s.sent_bytes}
+                kind: {"calls": s.calls, "numel": s.sent_numel, "bytes": s.sent_bytes,
+                       "across_bytes": s.across_bytes}
                 for kind, s in (*self.traffic.kinds.items(), *self.traffic.moved.items())
             },
         }  # fmt: skip
