@@ -247,7 +247,8 @@ class Stage:
     results: the user's outputs, each with the stage that makes it. trained: the parameters that any
     stage has gradients for. num_leaves, num_outputs: how many the user's call has; those of wires
     are numbered from there. saved_bytes: what each stage of the same rank saves of a micro-batch,
-    in order; none until all are known.
+    in order. resident_bytes: bucket -> its copy that one of these keeps gathered between steps.
+    Both are empty until all of the rank's stages are known.
     """
 
     position: int = 0
@@ -260,6 +261,7 @@ class Stage:
     num_leaves: int = 0
     num_outputs: int = 0
     saved_bytes: tuple[int, ...] = ()
+    resident_bytes: Mapping[int, int] = field(default_factory=dict)
 
     def summands(self, name: str) -> dict[int, list[str]]:
         """Return what each stage adds up of a shared parameter's gradient: digests, in order."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from zerofx.analysis.memory.standing import with_saved_bytes
+from zerofx.analysis.memory.standing import with_other_stages
 from zerofx.capture import call as trees
 from zerofx.capture import capture
 from zerofx.capture.effects import Change
@@ -118,7 +118,7 @@ class Bound:
         """
         if self._pipeline is None or self._others != [*stages[1:]]:
             programs = [stage.program for stage in stages]
-            with_saved_bytes(programs)
+            with_other_stages(programs)
             self._others = [*stages[1:]]
             self._pipeline = PipelineRun(
                 [stage.executable for stage in stages],

@@ -311,7 +311,12 @@ def _hold_grad_buffer(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...
 
 
 def hold_reduced(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
-    """Return the storage of a reduced slice: none of its own if the reduction ends in p.grad."""
+    """Return the storage of a reduced slice: none of its own if the reduction ends in p.grad.
+
+    A micro-batch whose gradients are only summed has no reduced slice.
+    """
+    if not p.micro.reduces:
+        return ()
     if p.home(node) is not Tier.DEVICE:  # until it has been offloaded
         return p.own(node, Category.GRADIENTS, value(node), time, name="reduced slice")
     if not p.reduces_apart(node):
@@ -325,7 +330,7 @@ _ROWS = "rows of a table"
 def _hold_rows(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
     """Return the storages of the result, and of all ranks' rows, which are held until the wait."""
     held, rows = hold_reduced(p, node, time), _most_rows(p.program, node)
-    if rows is None:
+    if rows is None or not p.micro.reduces:
         return held
     (leg,) = reduction.legs(p.program.layout.mesh)
     width, out = p.bucket(node).params[0].shape[1], value(node)

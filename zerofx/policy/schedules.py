@@ -148,28 +148,29 @@ def others_under_way(order: Iterable[Action]) -> Iterator[tuple[Action, dict[int
         now[action.turn] = saved + is_begun, waiting + waits
 
 
-def most_under_way(order: Iterable[Action], turn: int = 0) -> int:
-    """Return how many micro-batches are under way in one of a rank's stages at most."""
-    found = (sum(now[turn]) for action, now in others_under_way(order) if action.turn == turn)
-    return 1 + max(found, default=-1)
+@dataclass(frozen=True)
+class Moment:
+    """One action of a rank, with what is there of other micro-batches while it runs.
 
-
-def most_beside(
-    order: Iterable[Action], turn: int, saved: Sequence[int], waiting: Sequence[int]
-) -> dict[str, int]:
-    """Return the most that is held for other micro-batches while one of a rank's stages runs.
-
-    The result has it for each of the stage's halves.
-
-    saved: what each of the rank's stages saves of a micro-batch. waiting: what it holds of one that
-        waits for the second part of its backward.
+    others: turn -> its other micro-batches under way. ended: turn -> its backwards that have ended.
+    is_last: it is the last action of its turn.
     """
-    most: dict[str, int] = {}
-    for action, now in others_under_way(order):
-        if action.turn == turn:
-            held = sum(a * saved[t] + b * waiting[t] for t, (a, b) in now.items())
-            most[action.graph] = max(most.get(action.graph, 0), held)
-    return most
+
+    action: Action
+    others: dict[int, Others]
+    ended: dict[int, int]
+    is_last: bool
+
+
+def moments(order: Sequence[Action]) -> list[Moment]:
+    """Return each action of an order with what is there meanwhile."""
+    end, ended, found = halves(order)[-1], dict[int, int](), []
+    last = {action.turn: i for i, action in enumerate(order)}
+    for i, (action, others) in enumerate(others_under_way(order)):
+        found.append(Moment(action, others, dict(ended), last[action.turn] == i))
+        if action.graph == end:
+            ended[action.turn] = ended.get(action.turn, 0) + 1
+    return found
 
 
 def overrun(order: Sequence[Action], counted: Sequence[Action], turn: int) -> tuple[int, str]:

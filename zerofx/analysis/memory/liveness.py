@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from zerofx.analysis.memory.micro import Micro
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import (
     Category,
@@ -106,16 +107,16 @@ def lifetimes(
     program: Planned,
     compiled: Compiled | None = None,
     keeps_results: bool = True,
-    packs_apart: bool = False,
+    micro: Micro | None = None,
 ) -> Lifetimes:
     """Return the live range of every storage that the program's graphs create or receive.
 
     Regions are assumed to run op by op in ATen, except those in `compiled`. The user holds the loss
-    to the end of the step, and the other results too if `keeps_results`. If `packs_apart`,
-    gradients are packed into separate memory instead of p.grad's own, which holds earlier gradients
-    that they are added to.
+    to the end of the step, and the other results too if `keeps_results`. micro: the micro-batch of
+    the step, None for the only one. It decides whether gradients are packed into p.grad's own
+    memory, and whether they are reduced.
     """
-    walk = _Walk(program, compiled or {}, keeps_results, packs_apart)
+    walk = _Walk(program, compiled or {}, keeps_results, micro or Micro())
     for name in sorted(program.graphs, key=lambda n: n == BACKWARD):
         walk.run(name)
     walk.settle()
@@ -126,9 +127,9 @@ class _Walk:
     """The walk through the graphs, with the storages of each node's value."""
 
     def __init__(
-        self, program: Planned, compiled: Compiled, keeps_results: bool, packs_apart: bool
+        self, program: Planned, compiled: Compiled, keeps_results: bool, micro: Micro
     ) -> None:
-        self.program, self.places = program, Places(program, packs_apart)
+        self.program, self.places = program, Places(program, micro)
         self.compiled, self.keeps_results = compiled, keeps_results
         self.nodes: list[tuple[str, fx.Node]] = []
         self.calls: list[CompiledCall] = []
@@ -200,7 +201,9 @@ class _Walk:
         is_new = storage.category is Category.TEMPORARIES
         if is_new and spec.role in _LEAVES:
             storage.category = _LEAVES[spec.role]
-        is_kept = self.keeps_results or spec.index == self.program.calling.loss
+        stage = self.program.stage
+        is_sent = stage.size > 1 and spec.index >= stage.num_outputs  # to another pipeline stage
+        is_kept = spec.index == self.program.calling.loss or (self.keeps_results and not is_sent)
         if spec.role in (Role.GRAD, Role.INPUT_GRAD) or (spec.role is Role.OUTPUT and is_kept):
             self.places.forever.append(storage)
             if is_new and spec.name:

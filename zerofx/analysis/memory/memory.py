@@ -12,7 +12,7 @@ from itertools import accumulate
 
 from zerofx.analysis.memory.host_places import place_bytes
 from zerofx.analysis.memory.liveness import lifetimes
-from zerofx.analysis.memory.micro import Micro, micros
+from zerofx.analysis.memory.micro import Micro, calls_of, micros
 from zerofx.analysis.memory.standing import is_slot, slot_name, standing
 from zerofx.analysis.memory.storage import Category, Compiled, Lifetimes, Storage
 from zerofx.ir.program import Planned
@@ -126,17 +126,16 @@ def memory(
     optimizer_bytes: bytes of optimizer state per element of a trainable parameter.
     compiled: the allocations of regions that Inductor compiled; other regions are counted op by op.
     keeps_results: the user holds all results to the end of the step; otherwise only the loss.
-    accumulation, no_sync: backwards per step, and whether all but the last run under no_sync; None
-        uses the values for which the program was compiled.
+    accumulation, no_sync: backwards per step (in a pipeline, calls of the model), and whether all
+        but the last run under no_sync; None uses the values for which the program was compiled.
 
     Raises:
         PlanError: see `micros`.
     """
-    loop = program.loop
     found = micros(
         program,
-        loop.accumulation if accumulation is None else accumulation,
-        loop.no_sync if no_sync is None else no_sync,
+        calls_of(program) if accumulation is None else accumulation,
+        program.loop.no_sync if no_sync is None else no_sync,
     )
     each = [_of(program, optimizer_bytes, compiled, keeps_results, micro) for micro in found]
     return max(each, key=lambda m: m.peak_bytes)
@@ -150,7 +149,7 @@ def _of(
     micro: Micro,
 ) -> Memory:
     """Compute the memory of one micro-batch of a step."""
-    life = lifetimes(program, compiled, keeps_results, micro.packs_apart)
+    life = lifetimes(program, compiled, keeps_results, micro)
     beside = standing(program, life, optimizer_bytes, micro)
     placed = [s for s in (*life.storages, *beside) if s.slot < 0]
     apart = (Category.HOST, Category.NVME)

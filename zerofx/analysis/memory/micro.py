@@ -8,7 +8,7 @@ from enum import Enum
 from zerofx.errors import PlanError
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, kind_of
-from zerofx.policy import reduction
+from zerofx.policy import reduction, schedules
 
 
 class Before(str, Enum):
@@ -25,10 +25,15 @@ class Before(str, Enum):
 
 @dataclass(frozen=True)
 class Micro:
-    """One micro-batch of a step. reduces: its backward reduces; otherwise it runs under no_sync."""
+    """One micro-batch of a step. reduces: its backward reduces; otherwise it runs under no_sync.
+
+    has_earlier_calls: in a pipeline, p.grad has the gradients of an earlier call of the same step.
+    They lie apart from those of this call's micro-batches until all of these are reduced.
+    """
 
     before: Before = Before.NOTHING
     reduces: bool = True
+    has_earlier_calls: bool = False
 
     @property
     def packs_apart(self) -> bool:
@@ -45,10 +50,11 @@ class Micro:
 def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tuple[Micro, ...]:
     """Return the micro-batches of a step that may have the highest peak.
 
-    accumulation: backwards a step. no_sync: all but the last of them run under it, which puts the
-        reduction off at stage 1, and in a pipeline that sums whole gradients. (At stage 0 the sum
-        lies in p.grad; elsewhere at stages 2 and 3, and with an offloaded optimizer, whole
-        gradients are never held, and every backward reduces.)
+    accumulation: backwards per step that the loop calls. In a pipeline each of them is that of all
+        micro-batches of a call. no_sync: all but the last of them run under it, which puts the
+        reduction off at stage 1. (At stage 0 the sum lies in p.grad; at stages 2 and 3, and with an
+        offloaded optimizer, whole gradients are never held, and every backward reduces. In a
+        pipeline it changes nothing: each call reduces once.)
 
     Raises:
         PlanError: fewer than one backward; or several, although each updates the parameters.
@@ -57,13 +63,17 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
         raise PlanError(
             f"accumulation is {accumulation}. A step has at least 1 backward. Raise accumulation."
         )
-    if accumulation == 1 or BACKWARD not in program.graphs:
+    if BACKWARD not in program.graphs:
         return (Micro(),)
-    if any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):
+    if accumulation > 1 and any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):
         raise PlanError(
             f"accumulation is {accumulation}, but Plan(update='in-backward') updates the "
             "parameters inside every backward. Use update='step' to accumulate"
         )
+    if program.stage.size > 1:
+        return _of_pipeline(program, accumulation > 1)
+    if accumulation == 1:
+        return (Micro(),)
     layout = program.layout
     if not (no_sync and reduction.is_put_off(layout, program.plan)):
         return (Micro(Before.REDUCED),)
@@ -71,3 +81,29 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
         return (Micro(Before.REDUCED),)
     first = Micro(Before.SUMS if accumulation > 2 else Before.NOTHING, reduces=False)
     return first, Micro(Before.SUMS)
+
+
+def batches_per_call(program: Planned) -> int:
+    """Return into how many micro-batches a pipeline cuts a call's batch; 1 without a pipeline."""
+    if program.stage.size == 1 or not program.is_training:
+        return 1
+    parallel = program.plan.parallel
+    return schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+
+
+def calls_of(program: Planned) -> int:
+    """Return how many backwards the loop calls per step."""
+    return max(1, program.loop.accumulation // batches_per_call(program))
+
+
+def _of_pipeline(program: Planned, has_earlier_calls: bool) -> tuple[Micro, ...]:
+    """Return the first micro-batch of a call, those between, and the last one."""
+    puts_off = reduction.is_put_off(program.layout, program.plan)
+    num = batches_per_call(program)
+    before = Before.SUMS if puts_off else Before.REDUCED
+    found = [Micro(Before.NOTHING, not puts_off or num == 1, has_earlier_calls)]
+    if num > 2:
+        found.append(Micro(before, not puts_off, has_earlier_calls))
+    if num > 1:
+        found.append(Micro(before, True, has_earlier_calls))
+    return tuple(dict.fromkeys(found))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.analysis.memory.micro import Micro
 from zerofx.analysis.memory.storage import (
     CATEGORY_OF,
     Category,
@@ -35,8 +36,8 @@ class Places:
     graph: str
     start: int
 
-    def __init__(self, program: Planned, packs_apart: bool) -> None:
-        self.program, self.packs_apart = program, packs_apart
+    def __init__(self, program: Planned, micro: Micro) -> None:
+        self.program, self.micro, self.packs_apart = program, micro, micro.packs_apart
         self.storages: list[Storage] = []
         self.held: dict[fx.Node, tuple[Storage, ...]] = {}
         self.given: dict[tuple, tuple[Storage, ...]] = {}  # placeholders that both graphs share

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from zerofx.analysis.memory.host_places import update_staging
-from zerofx.analysis.memory.micro import Before, Micro
+from zerofx.analysis.memory.micro import Before, Micro, batches_per_call
 from zerofx.analysis.memory.scratch import lent_buffers
 from zerofx.analysis.memory.storage import (
     CATEGORY_OF,
@@ -28,7 +28,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.policy import reduction, resting, schedules
-from zerofx.policy.schedules import Action
+from zerofx.policy.schedules import Action, Hop, Moment
 from zerofx.policy.shard_copies import SentAs
 
 
@@ -40,45 +40,161 @@ def standing(
     found += [*_gradients(program, life, micro), *_sums(program, life, micro)]
     found += [*_states(program, life, optimizer_bytes), *_slots(program, life)]
     found += [*_casts(program, life), *update_staging(program, life, optimizer_bytes)]
-    found += _under_way(program, life)
+    found += _under_way(program, life, micro)
     return found + lent_buffers(program, life, micro)
 
 
-def _under_way(program: Planned, life: Lifetimes) -> list[Storage]:
+def _under_way(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
     """Return what a rank of a pipeline holds for other micro-batches, and what travels meanwhile.
 
-    As many are under way as the schedule has. Of each there is what its forward has saved; or what
-    the second part of its backward reads, if it waits for that. Of the rank's other stages,
-    gradients and sums are there too.
+    Of a micro-batch under way there is what its forward has saved; or what the second part of its
+    backward reads, if it waits for that. Of the rank's other stages, gradients and sums are there
+    too. Each half is counted at the moment of the schedule at which most of this is there, among
+    those at which gradients of this stage are as `micro` has them.
     """
     stage = program.stage
     if stage.size == 1 or BACKWARD not in program.graphs:
         return []
     parallel = program.plan.parallel
     turn, rank = divmod(stage.position, parallel.pipeline)
-    order = schedules.actions(
-        parallel.schedule, parallel.pipeline, rank,
-        schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline),
-        parallel.interleave,
-    )  # fmt: skip
+    num = batches_per_call(program)
+    order = schedules.actions(parallel.schedule, parallel.pipeline, rank, num, parallel.interleave)
     sizes, waiting = [0] * parallel.interleave, [0] * parallel.interleave
     sizes[turn], waiting[turn] = saved_bytes(program), waiting_bytes(program)
-    most = schedules.most_beside(order, turn, stage.saved_bytes or sizes, waiting)
-    taken = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.taken(graph))
-    sent = sum(nbytes(w.value) for graph in (FORWARD, BACKWARD) for w in stage.sent(graph))
-    others = schedules.most_under_way(order, turn) - 1
-    name = f"saved by {others} other micro-batch" + "es" * (others != 1)
-    if parallel.interleave > 1:
-        name = "saved by other micro-batches and stages"
+    saved = stage.saved_bytes or sizes
+    others, moved = _OtherStages(program, life, num), _moved_bytes(program, order)
+    times, end = _times_of(order, life), schedules.halves(order)[-1]
+    most: dict[str, list[Storage]] = {}
+    for moment, moved_bytes in zip(schedules.moments(order), moved, strict=True):
+        half = moment.action.graph
+        if moment.action.turn != turn or not _is_alike(moment, micro, half == end, others.puts_off):
+            continue
+        held = sum(a * saved[t] + b * waiting[t] for t, (a, b) in moment.others.items())
+        count = sum(sum(each) for each in moment.others.values())
+        name = f"saved by {count} other micro-batch" + "es" * (count != 1)
+        if parallel.interleave > 1:
+            name = "saved by other micro-batches and stages"
+        between = "between pipeline stages"
+        found = [
+            Storage(Category.ACTIVATIONS, held, name, *times[half], Info()),
+            Storage(Category.COMMUNICATION, moved_bytes, between, *times[half], Info()),
+            *others.gradients(moment.ended, times[half]),
+        ]
+        most[half] = max(most.get(half, []), found, key=_size)
     return [
-        *(
-            Storage(Category.ACTIVATIONS, most[half], name, *times, Info())
-            for half, times in _times_of(order, life).items()
-        ),
-        _always(Category.COMMUNICATION, taken + sent, "between pipeline stages", "", life),
-        *_of_other_stages(program, life),
+        *(storage for found in most.values() for storage in found),
+        *others.resident(),
+        *_of_earlier_calls(program, life, micro),
         *_results_of_all(program, life),
     ]
+
+
+def _moved_bytes(program: Planned, order: Sequence[Action]) -> list[int]:
+    """Return the bytes of values on their way between ranks during each action.
+
+    What the next action reads is already being received. What was sent is held until so many later
+    values of the same hop are sent (`Hop.ahead`).
+    """
+    stage, size = program.stage, program.plan.parallel.pipeline
+    rank = stage.position % size
+    wires = [w for w in stage.wires if (w.source - w.target) % size]
+    sent: dict[Hop, int] = {}
+    found = []
+    for action, after in zip(order, [*order[1:], None], strict=True):
+        held = 0
+        for wire in wires:
+            hop = Hop(wire.graph, wire.source, wire.target, wire.name)
+            held += min(sent.get(hop, 0), hop.ahead) * nbytes(wire.value)
+            if after and (wire.graph, wire.target) == (after.reads, after.turn * size + rank):
+                held += nbytes(wire.value)
+            if (wire.graph, wire.source) == (action.reads, action.turn * size + rank):
+                sent[hop] = sent.get(hop, 0) + 1
+        found.append(held)
+    return found
+
+
+def _is_alike(moment: Moment, micro: Micro, ends: bool, puts_off: bool) -> bool:
+    """Return whether this stage has gradients at a moment as it has beside a micro-batch.
+
+    ends: the half that runs makes gradients of weights. puts_off: the last one reduces their sum.
+    """
+    has_some = moment.ended.get(moment.action.turn, 0) > 0
+    if has_some != (micro.before is not Before.NOTHING):
+        return False
+    return not ends or micro.reduces == (moment.is_last or not puts_off)
+
+
+def _size(storages: Sequence[Storage]) -> int:
+    return sum(storage.nbytes for storage in storages)
+
+
+def _of_earlier_calls(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return p.grad of earlier calls of the step, which the end of this call adds to."""
+    if not micro.has_earlier_calls:
+        return []
+    layout = program.layout
+    buckets = [b for b in layout.own_buckets if b.trainable and not b.is_away]
+    size = sum(layout.shard_numel(b) * b.dtype.itemsize for b in buckets)
+    return [_always(Category.GRADIENTS, size, "p.grad of earlier calls", "", life)]
+
+
+class _OtherStages:
+    """What the rank's other stages of a pipeline hold while this one runs.
+
+    num: micro-batches of a call. puts_off: they sum whole gradients until their last backward.
+    """
+
+    def __init__(self, program: Planned, life: Lifetimes, num: int) -> None:
+        self.program, self.life, self.num = program, life, num
+        self.puts_off = reduction.is_put_off(program.layout, program.plan)
+        self._blocks = list(self._not_reduced())
+
+    def _not_reduced(self) -> Iterator[tuple[list[Bucket], set[int]]]:
+        """Yield the buckets of each block that this program does not reduce, with their turns."""
+        program, parallel = self.program, self.program.plan.parallel
+        if parallel.interleave == 1:
+            return
+        rank = program.stage.position % parallel.pipeline
+        reduced = {info(n).index for _, n in self.life.nodes if is_reduction(n)}
+        for block in program.layout.blocks:
+            buckets = [
+                b for b in block
+                if program.layout.has(b) and b.trainable and b.index not in reduced
+            ]  # fmt: skip
+            stages = {at for b in buckets for n in b.names for at in program.params[n].positions}
+            turns = {at // parallel.pipeline for at in stages if at % parallel.pipeline == rank}
+            if buckets:
+                yield buckets, turns
+
+    def gradients(self, ended: Mapping[int, int], times: tuple[int, int]) -> list[Storage]:
+        """Return their gradients when so many backwards of each turn have ended."""
+        layout, found = self.program.layout, []
+        for buckets, turns in self._blocks:
+            done = [ended.get(turn, 0) for turn in turns]
+            is_begun, is_done = any(done), all(each == self.num for each in done)
+            is_summed = self.puts_off and is_begun and not is_done
+            is_apart = reduction.sums_lie_apart(layout)
+            rests = resting.frees_gradient(layout, buckets[0], in_backward=False)
+            where = Info(unit=buckets[0].label())
+            if not rests or is_done or (is_begun and not (is_summed and is_apart)):
+                size = sum(layout.shard_numel(b) * b.dtype.itemsize for b in buckets)
+                found.append(Storage(Category.GRADIENTS, size, "p.grad", *times, where))
+            if is_summed and is_apart:
+                numel, dtype = reduction.sum_form(buckets)
+                size = numel * dtype.itemsize
+                found.append(Storage(Category.GRADIENTS, size, "sum of no_sync", *times, where))
+        return found
+
+    def resident(self) -> list[Storage]:
+        """Return the copies that they keep gathered between steps."""
+        layout, own = self.program.layout, resident_bytes(self.life.nodes)
+        return [
+            _always(
+                Category.GATHERED, size, "resident copy", layout.buckets[i].label(), self.life
+            )
+            for i, size in self.program.stage.resident_bytes.items()
+            if i not in own
+        ]  # fmt: skip
 
 
 def _results_of_all(program: Planned, life: Lifetimes) -> list[Storage]:
@@ -89,8 +205,7 @@ def _results_of_all(program: Planned, life: Lifetimes) -> list[Storage]:
     """
     if not program.has_loss_outside:
         return []
-    stage, parallel = program.stage, program.plan.parallel
-    num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
+    stage, num = program.stage, batches_per_call(program)
     begin = next(t for t, (graph, _) in enumerate(life.nodes) if graph == BACKWARD)
     found = []
     for wire in stage.results:
@@ -162,33 +277,14 @@ def _is_held_anyway(root: fx.Node) -> bool:
     return info(root).role in (Role.INPUT, Role.BUFFER) and not info(root).digest
 
 
-def with_saved_bytes(programs: Sequence[Planned]) -> None:
-    """Let each stage of one rank know what all of them save, of which its memory counts some."""
+def with_other_stages(programs: Sequence[Planned]) -> None:
+    """Let each stage of one rank know what all of them save and keep, which its memory counts."""
     if len(programs) > 1 and all(BACKWARD in program.graphs for program in programs):
         sizes = tuple(map(saved_bytes, programs))
+        nodes = [(graph, n) for p in programs for graph in p.graphs for n in p.graph(graph).nodes]
+        kept = resident_bytes(nodes)
         for program in programs:
-            program.stage = replace(program.stage, saved_bytes=sizes)
-
-
-def _of_other_stages(program: Planned, life: Lifetimes) -> list[Storage]:
-    """Return the gradients of the rank's other stages, which other programs reduce."""
-    layout, plan = program.layout, program.plan
-    if plan.parallel.interleave == 1:
-        return []
-    reduced = {info(n).index for _, n in life.nodes if is_reduction(n)}
-    found = []
-    for block in layout.blocks:
-        buckets = [b for b in block if layout.has(b) and b.trainable and b.index not in reduced]
-        if not buckets:
-            continue
-        where = buckets[0].label()
-        size = sum(layout.shard_numel(b) * b.dtype.itemsize for b in buckets)
-        found.append(_always(Category.GRADIENTS, size, "p.grad", where, life))
-        if reduction.is_put_off(layout, plan) and reduction.sums_lie_apart(layout):
-            numel, dtype = reduction.sum_form(buckets)
-            summed = numel * dtype.itemsize
-            found.append(_always(Category.GRADIENTS, summed, "sum of no_sync", where, life))
-    return found
+            program.stage = replace(program.stage, saved_bytes=sizes, resident_bytes=kept)
 
 
 def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:
@@ -216,12 +312,21 @@ def _unread_shards(program: Planned, life: Lifetimes) -> list[Storage]:
 
 def _resident(life: Lifetimes) -> list[Storage]:
     """Return the gathered copies that persist from step to step."""
-    launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
-    refreshed = {info(n).index: n for n, spec in launches if spec is not None and spec.stays}
     return [
         _always(Category.GATHERED, span_bytes(value(n)), "resident copy", info(n).unit, life)
-        for n in refreshed.values()
+        for n in _refreshed(life.nodes).values()
     ]
+
+
+def _refreshed(nodes: Iterable[tuple[str, fx.Node]]) -> dict[int, fx.Node]:
+    """Return bucket -> the launch that brings its resident copy up to date."""
+    launches = [(n, spec_of(n)) for _, n in nodes if kind_of(n) is Kind.LAUNCH]
+    return {info(n).index: n for n, spec in launches if spec is not None and spec.stays}
+
+
+def resident_bytes(nodes: Iterable[tuple[str, fx.Node]]) -> dict[int, int]:
+    """Return bucket -> bytes of the copy that nodes keep gathered from step to step."""
+    return {bucket: span_bytes(value(n)) for bucket, n in _refreshed(nodes).items()}
 
 
 def _casts(program: Planned, life: Lifetimes) -> list[Storage]:
@@ -262,7 +367,7 @@ def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]
     begun: dict[str, int] = {}  # tiled parameter -> time of its first gradient
     packed: dict[int, int] = {}  # bucket -> time of the first gradient in p.grad's memory
     for time, (_, node) in enumerate(life.nodes):
-        if is_in_place(node, layout):
+        if is_in_place(node, layout) and not micro.packs_apart:
             packed[info(node).index] = time
         if not is_reduction(node):
             continue

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES
-from zerofx.analysis.memory.standing import with_saved_bytes
+from zerofx.analysis.memory.standing import with_other_stages
 from zerofx.analysis.time.forecast import (
     MEMORY_HIGH,
     MEMORY_LOW,
@@ -406,7 +406,7 @@ def pipeline_forecast(
     parallel, layout = programs[0].plan.parallel, programs[0].layout
     num = schedules.expected_micro_batches(parallel.micro_batches, parallel.pipeline)
     for rank in range(parallel.pipeline):
-        with_saved_bytes(programs[rank :: parallel.pipeline])
+        with_other_stages(programs[rank :: parallel.pipeline])
     each = compiled or [None] * len(programs)
     stages = tuple(
         forecast(program, hardware, clips, optimizer_bytes, keeps_results, regions)

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, memory
-from zerofx.analysis.memory.standing import with_saved_bytes
+from zerofx.analysis.memory.standing import with_other_stages
 from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes, forecast
 from zerofx.analysis.time.pipelines import (
     STEADY,
@@ -253,7 +253,7 @@ def _of_rank(
     programs: tuple[Planned, ...], prices: Roofline, num: int, known: Mapping[str, Any]
 ) -> dict[str, float]:
     """Return the figures of one rank, which has these stages of a pipeline."""
-    with_saved_bytes(programs)
+    with_other_stages(programs)
     figures: dict[str, float] = {}
 
     def add(name: str, value: float) -> None:
