@@ -207,7 +207,14 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
         refused["context"] = refused.get("context", {}) | fast
     if "pipeline" in axes:
         refused["pipeline"] |= {
-            "offload": plan.offload.is_used or bool(_offloaded_patterns(plan)),
+            "offload of activations": (
+                plan.offload.activations != "none" or bool(_offloaded_patterns(plan))
+            ),
+            "offload to NVMe": "nvme" in plan.offload.tiers.values(),
+            "schedule = 'zero-bubble' and offload": (
+                plan.parallel.schedule == "zero-bubble" and plan.offload.is_used
+            ),
+            "host_budget": plan.host_budget is not None,
             "memory_budget": plan.memory_budget is not None,
             "update = 'in-backward'": plan.update == "in-backward",
             "precision.loss_scale": plan.precision.loss_scale is not None,

@@ -590,8 +590,23 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
         ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' for groups"),
         ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
         (
-            {"parallel": {"pipeline": 2}, "offload": {"optimizer": "cpu"}},
-            "does not support offload",
+            {"parallel": {"pipeline": 2}, "offload": {"activations": "cpu"}},
+            "does not support offload of activations yet",
+        ),
+        (
+            {"parallel": {"pipeline": 2}, "offload": {"optimizer": "nvme", "path": "/nvme"}},
+            "does not support offload to NVMe yet",
+        ),
+        (
+            {"parallel": {"pipeline": 2}, "memory_budget": "1GiB"},
+            "does not support memory_budget yet",
+        ),
+        (
+            {
+                "parallel": {"pipeline": 2, "schedule": "zero-bubble"},
+                "offload": {"optimizer": "cpu"},
+            },
+            "does not support schedule = 'zero-bubble' and offload yet",
         ),
         (
             {"parallel": {"tensor": 2}, "sparse_gradients": True},
