@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofx.analysis.memory.memory import ATEN
-from zerofx.analysis.memory.standing import with_saved_bytes
+from zerofx.analysis.memory.standing import with_other_stages
 from zerofx.analysis.time.forecast import forecast
 from zerofx.analysis.time.pipelines import PipelineForecast, pipeline_forecast
 from zerofx.analysis.time.steps import Lane
@@ -142,7 +142,7 @@ def stage_programs(captured: Program, setting: Setting) -> list[Planned]:
         verify(program)
     verify_stages(programs)
     for rank in range(parallel.pipeline):
-        with_saved_bytes(programs[rank :: parallel.pipeline])
+        with_other_stages(programs[rank :: parallel.pipeline])
     return programs
 
 
