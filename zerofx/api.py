@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,6 +60,7 @@ from zerofx.runtime.tiers.homes import check_folder
 from zerofx.snapshot.target import check_call
 from zerofx.snapshot.weights import load_weights, names_of
 
+log = logging.getLogger("zerofx")
 NO_PARTS: Mapping[str, Part] = MappingProxyType({})
 PlanLike = Plan | Mapping[str, Any] | str | os.PathLike[str] | None
 
@@ -255,6 +257,14 @@ def _connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
         parallel.pipeline, parallel.context, slices, plan.node_size,
     )  # fmt: skip
+    shards = world.axis("shard")
+    if plan.ranks_per_node and shards.elsewhere and plan.node_size(shards.size) == 1:
+        log.warning(
+            "The plan has %d ranks per node (secondary_shard_size or hierarchical_size), which "
+            "makes one node, or one for each, of the %d ranks that share a bucket. They are on "
+            "several hosts, and the setting changes nothing. Set it to the number of ranks per "
+            "host.", plan.ranks_per_node, shards.size,
+        )  # fmt: skip
     axes = world.shard_size, world.replicate_size
     if not is_stage_0 and axes != plan.axis_sizes(world.size):  # the mesh overrides the plan
         plan = replace(plan, shard_axis_size=world.shard_size)

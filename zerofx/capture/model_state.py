@@ -384,9 +384,6 @@ class Attributes:
 
     Plain are numbers, strings, functions, classes and tuples of them. `Settings` covers lists,
     dicts, config objects and everything outside the modules.
-
-    A constant that a loop adds later (`model.step = step`) is no part of the key, unless code that
-    forward reaches mentions its name: each new value would otherwise capture again.
     """
 
     def __init__(self, modules: dict[str, nn.Module], called: Any = None) -> None:
@@ -394,7 +391,6 @@ class Attributes:
         self._owners = [(name, vars(module)) for name, module in modules.items()]
         self._dicts = [own for _, own in self._owners]
         self._left_out: set[tuple[str, str]] = set()
-        self._known = [set(own) for own in self._dicts]  # the names of the modules as compiled
         self._getters: list[tuple[Callable[[Any], tuple[Any, ...]], dict[str, Any]]] = []
         self._counts: list[int] = []
         self._values: list[Any] = []
@@ -418,9 +414,8 @@ class Attributes:
         named: list[tuple[str, Any]] = []
         self._counts = list(map(len, self._dicts))
         self._getters, self._values = [], []
-        for (prefix, own), known in zip(self._owners, self._known, strict=True):
+        for prefix, own in self._owners:
             left_out = _OF_EVERY_MODULE | {n for path, n in self._left_out if path == prefix}
-            left_out |= {n for n in own.keys() - known if is_plain(own[n]) and not self.may_read(n)}
             names = [n for n in own if n not in left_out]
             if names:
                 get = itemgetter(*names, _ANY)  # at least two names, so that the result is a tuple

@@ -339,11 +339,13 @@ def _guesses(module: nn.Module, is_whole: bool) -> Iterator[tuple[Any, ...]]:
     """Yield inputs that a module may take."""
     if type(module).forward in (nn.Module.forward, nn.ModuleList.forward):
         return
+    devices = (p.device for p in module.parameters())
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
     if is_whole and any(isinstance(m, nn.Embedding) for m in module.modules()):
-        ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64)
+        ids = torch.zeros(_BATCH, _LENGTH, dtype=torch.int64, device=device)
         yield (ids,)
         yield ids, ids
     widths = [p.shape[-1] for p in module.parameters() if p.dim() == 1]
     first = next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), None)
     for width in dict.fromkeys([*([first] if first else []), *widths[:1]]):
-        yield (torch.zeros(_BATCH, _LENGTH, width),)
+        yield (torch.zeros(_BATCH, _LENGTH, width, device=device),)

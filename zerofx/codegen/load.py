@@ -623,6 +623,30 @@ def check_fits(program: Planned, layout: Layout, world_size: int) -> None:
             raise _unfit(program, _difference(a, b))
 
 
+def check_wires(program: Planned, compiled: Planned) -> None:
+    """Check that values lie between pipeline stages as in the program that it replaces.
+
+    The other stages send and receive them so; the proof of one stage takes it as given.
+
+    Raises:
+        ProgramError: names the value, and how it lies in both.
+    """
+    pairs = zip(program.stage.wires, compiled.stage.wires, strict=False)
+    if len(program.stage.wires) != len(compiled.stage.wires):
+        raise _unfit(
+            program,
+            f"its stages exchange {len(program.stage.wires)} values, those of the model "
+            f"{len(compiled.stage.wires)}",
+        )
+    for mine, due in pairs:
+        if mine.digest != due.digest or mine.lies != due.lies:
+            raise _unfit(
+                program,
+                f"{mine.name}, which stage {mine.source} sends to stage {mine.target}, lies as "
+                f"{mine.lies[0]} in it, and as {due.lies[0]} in the model's other stages",
+            )
+
+
 def _unfit(program: Planned, what: str) -> ProgramError:
     where = program.directory or program.model_name
     return ProgramError(

@@ -457,9 +457,11 @@ def join(
     axes[ACROSS] = axis(ACROSS, line(2)[at[2] % node :: node]) if node > 1 else Axis()
     if axes[NODE].elsewhere:
         log.warning(
-            "The plan has nodes of %d ranks (secondary_shard_size or hierarchical_size), and those "
-            "of rank %d are on several hosts. Gathers within a node then go across hosts. Set it "
-            "to the number of ranks per host, which must be neighbours.", node, me,
+            "The plan's nodes (secondary_shard_size or hierarchical_size) have %d of the ranks "
+            "that share a bucket, and those of rank %d are on several hosts. Gathers within a node "
+            "then go across hosts. Set it to the number of ranks per host, which must be "
+            "neighbours.",
+            node, me,
         )  # fmt: skip
 
     def break_off() -> None:

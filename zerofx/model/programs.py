@@ -25,7 +25,7 @@ from zerofx.capture.effects import Change
 from zerofx.capture.model_state import ModelState
 from zerofx.capture.original import MODEL, Entry, original
 from zerofx.capture.signature import describe_difference, describe_sizes
-from zerofx.codegen.load import check_fits, load
+from zerofx.codegen.load import check_fits, check_wires, load
 from zerofx.codegen.moves import Steps
 from zerofx.compat.modules import own_buffers
 from zerofx.compat.tensors import version_of
@@ -778,6 +778,9 @@ class ProgramTable:
             program = replace(program, reference=Unproved.GIVEN_UP)
         verify(program)
         check_fits(program, self._engine.layout, self._engine.world.size)
+        for compiled, _ in self.known.values():
+            if compiled.signature == program.signature:
+                check_wires(program, compiled)
         self._adopted[program.signature] = program
         for key, (compiled, _) in list(self.known.items()):
             if compiled.signature == program.signature:
@@ -804,6 +807,7 @@ class ProgramTable:
     def _instead_of(self, compiled: Planned) -> Planned:
         """Return the adopted program, with the call convention of the compiled one."""
         adopted = self._adopted[compiled.signature]
+        check_wires(adopted, compiled)
         return replace(adopted, calling=compiled.calling, captured=describe_graph(adopted))
 
     def _bind(self, key: Key) -> Bound:

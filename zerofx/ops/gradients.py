@@ -213,7 +213,8 @@ def _task_reduce(w: Walk, node: fx.Node) -> None:
     for leg in spec.legs(w.layout.mesh):
         if before is not None:
             w.arrive(node, shard * before.times, before.size)
-        w.collective(node, leg.kind, shard * leg.num_slices * leg.times, leg.axis)
+        size = shard * leg.num_slices * leg.times
+        w.collective(node, leg.kind, size, leg.axis, leg.times)
         before = leg
 
 

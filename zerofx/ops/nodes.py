@@ -105,7 +105,7 @@ def _task_gather(w: Walk, node: fx.Node) -> None:
     full = nbytes(value(node))
     w.collective(node, "all_gather", full // w.layout.node_size, ACROSS)
     w.found.ended.add(w.behind[node])
-    w.collective(node, "all_gather", full, NODE)
+    w.collective(node, "all_gather", full, NODE, w.layout.mesh.along(ACROSS))
 
 
 def _sends_gather(program: Planned, node: fx.Node, rank: int) -> list[Payload]:

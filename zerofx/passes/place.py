@@ -836,7 +836,7 @@ class Placing:
             whole = self._whole(node)
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
         elif now == R and isinstance(to, Cut) and self._is_spread(node):
-            made = self._spread(node, to)
+            made = self._spread(node, to) or self._convert(node, new, now, to)
         else:
             made = self._convert(node, new, now, to)
         self.made[key] = made
@@ -859,17 +859,19 @@ class Placing:
             all(value(a).numel() < size for a in sources) or any(map(self._is_spread, sources))
         )
 
-    def _spread(self, node: fx.Node, to: Cut) -> fx.Node:
+    def _spread(self, node: fx.Node, to: Cut) -> fx.Node | None:
         """Return a rank's part of such a value, made from parts of what it is computed from.
 
-        The whole mask is then made nowhere: what was emitted first has no reader.
+        The whole mask is then made nowhere: what was emitted first has no reader. None if no rule
+        gives this part.
         """
         whole = self._whole(node)
         needs = [seen(operand, to, whole.shape) for operand in whole.operands]
         cut = tuple(replace(o, now=need) for o, need in zip(whole.operands, needs, strict=True))
-        way = next(
-            way for way in ways(replace(whole, operands=cut, hints=(to,))) if way.gives == to
-        )
+        found = ways(replace(whole, operands=cut, hints=(to,)))
+        way = next((way for way in found if way.gives == to), None)
+        if way is None:
+            return None
         given = [self.to(a, at) for a, at in zip(tensors_of(node), needs, strict=True)]
         local = filled(way.args if way.args is not None else whole.args, given)
         return self._emit(node, node.target, local, filled(whole.kwargs, given), to, whole)

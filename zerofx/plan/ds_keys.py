@@ -297,9 +297,12 @@ KEYS: dict[str, KeyRule] = {
             "use_multi_rank_bucket_allreduce", "stage3_module_granularity_threshold",
             "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
             "legacy_stage1", "override_module_apply", "log_trace_cache_warnings", "leaf_module",
-            "enable_sanity_checks", "mics_hierarchical_params_gather",
+            "enable_sanity_checks",
         )
     },
+    "zero_optimization.mics_hierarchical_params_gather": KeyRule(
+        "ignored", "Plan(hierarchical_size=...) does this, and needs the number of ranks per node"
+    ),
     **{
         f"zero_optimization.{name}": KeyRule(
             "ignored", "zerofx.load takes any world size and stage, with all states"

@@ -237,22 +237,37 @@ class Plan:
     def node_size(self, shard_size: int) -> int:
         """Return the ranks of the shard axis per node; 1 if the plan makes no difference there.
 
+        Of a node's ranks, `parallel.tensor` share each layer, and the others are along the shard
+        axis.
+
         shard_size: the ranks that share a bucket. If they are all in one node, nodes make none.
 
         Raises:
-            PlanError: secondary_shard_size or hierarchical_size does not divide shard_size; the
-                message names both.
+            PlanError: secondary_shard_size or hierarchical_size is not a multiple of
+                parallel.tensor, or does not divide the ranks; the message names both numbers.
         """
-        size = self.secondary_shard_size or self.hierarchical_size
-        if size is None or size >= shard_size:
+        size, tensor = self.ranks_per_node, self.parallel.tensor
+        if size is None:
             return 1
-        if shard_size % size:
-            name = "secondary_shard_size" if self.secondary_shard_size else "hierarchical_size"
+        name = "secondary_shard_size" if self.secondary_shard_size else "hierarchical_size"
+        if size > 1 and size % tensor:
             raise PlanError(
-                f"Plan.{name} = {size} does not divide the {shard_size} ranks that "
-                "share a bucket. Use the number of ranks per node"
+                f"Plan.{name} = {size} is no multiple of parallel.tensor = {tensor}, whose ranks "
+                "share each layer within a node. Use the number of ranks per node"
             )
-        return size
+        if size >= shard_size * tensor:
+            return 1
+        if shard_size * tensor % size:
+            raise PlanError(
+                f"Plan.{name} = {size} does not divide the {shard_size * tensor} ranks that "
+                f"share buckets and layers. Use the number of ranks per node"
+            )
+        return max(size // tensor, 1)
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """The size of secondary_shard_size or hierarchical_size; None if neither is used."""
+        return self.secondary_shard_size or self.hierarchical_size
 
     def to_dict(self) -> dict[str, Any]:
         """Return every field as a plain value that YAML, JSON and `from_dict` read back."""

@@ -62,6 +62,16 @@ def contradictions(plan: Plan) -> Iterator[str]:
             f"hierarchical_size = {plan.hierarchical_size}: both are the ranks per node. Set both "
             "to the same number"
         )
+    if (
+        plan.hierarchical_size
+        and plan.quantized_gradients
+        and (plan.quantized_weights or plan.stage < 3)
+    ):
+        yield (
+            f"Plan.hierarchical_size = {plan.hierarchical_size} has no effect: collectives in "
+            "8-bit blocks take one step, and none is left. Drop hierarchical_size, or "
+            "quantized_gradients"
+        )
     yield from _against_quantized(plan)
     yield from _against_islands(plan)
     yield from _against_graphs(plan)

@@ -18,6 +18,7 @@ from test_load import shape_of
 
 import zerofx
 from zerofx.codegen.emit import render
+from zerofx.codegen.load import check_wires
 from zerofx.codegen.placed_calls import NAME
 from zerofx.errors import ProgramError
 from zerofx.hardware import hardware_for
@@ -206,6 +207,30 @@ def test_nothing_that_the_file_says_is_trusted(emitted: Any, change: Any, messag
     changed(directory, change)
     with pytest.raises(ProgramError, match=message):
         zerofx.load_program(directory)
+
+
+def test_a_stage_lies_as_the_others_send(tmp_path: Path) -> None:
+    """One stage's proof takes what it is sent as given: only the other stages know how it lies."""
+    captured = zerofx.capture(MODELS["blocks"](), (), batch("blocks"), outputs="loss")
+    plan = Plan(parallel={"tensor": 2, "pipeline": 2}, kernels="aten", stage=1)
+    program = zerofx.rewrite(captured, plan, 4, position=1)
+    program.emit(tmp_path)
+    check_wires(zerofx.load_program(tmp_path), program)
+    file, text = tmp_path / NAME, tmp_path / "schedule.py"
+    rows = json.loads(file.read_text())
+    rows["wires"][0][0] = "P"
+    file.write_text(json.dumps(rows))
+    value = re.findall(r"(from_0_\w+) = inputs", text.read_text())[0]
+    first = re.search(rf"^    args = \[.*{value}.*\n", text.read_text(), re.MULTILINE)
+    assert first is not None
+    summed = (
+        f"    summed = rt.reduce_values({value}, axis='tensor')\n    del {value}\n"
+        f"    {value} = rt.wait(summed)\n    del summed\n"
+    )
+    text.write_text(text.read_text().replace(first[0], summed + first[0], 1))
+    edited = zerofx.load_program(tmp_path)
+    with pytest.raises(ProgramError, match="lies as P in it, and as R in the model's other stages"):
+        check_wires(edited, program)
 
 
 def test_a_directory_without_the_file_is_refused(emitted: Any) -> None:

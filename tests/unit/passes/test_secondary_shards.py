@@ -356,18 +356,21 @@ def test_the_predicted_peak_is_the_measured_one(pool: Pool, name: str) -> None:
         assert seen.peak_bytes == pytest.approx(seen.predicted_bytes, rel=TOLERANCE)
 
 
-def warned() -> list[str]:
+def warned(size: int) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("zerofx").addHandler(handler)
     rank = int(os.environ["RANK"])
     with mock.patch.object(hosts, "host_key", lambda: f"node{rank % 2}"):  # not neighbours
-        zerofx.compile(CASES["gpt"].make(), {"secondary_shard_size": 2})
+        zerofx.compile(CASES["gpt"].make(), {"secondary_shard_size": size})
     logging.getLogger("zerofx").removeHandler(handler)
     return [text for text in said if "secondary_shard_size" in text]
 
 
-def test_a_secondary_shard_over_several_hosts_is_warned_of(pool: Pool) -> None:
-    for said in pool.run(4, warned):
-        assert len(said) == 1 and "go across hosts" in said[0]
+@pytest.mark.parametrize(
+    ("size", "told"), [(2, "go across hosts"), (8, "the setting changes nothing")]
+)
+def test_nodes_that_are_no_hosts_are_warned_of(pool: Pool, size: int, told: str) -> None:
+    for said in pool.run(4, warned, size):
+        assert len(said) == 1 and told in said[0]

@@ -231,6 +231,15 @@ def test_axis_sizes() -> None:
         Plan(secondary_shard_size=4, shard_axis_size=6).axis_sizes(12)
     with pytest.raises(PlanError, match="hierarchical_size = 4 does not divide the 6 ranks"):
         Plan(hierarchical_size=4).axis_sizes(6)
+    # of the 4 ranks of a node, 2 share each layer, and 2 share buckets
+    cut = Plan(secondary_shard_size=4, parallel={"tensor": 2})
+    assert [cut.node_size(ranks) for ranks in (1, 2, 4, 6)] == [1, 1, 2, 2]
+    with pytest.raises(PlanError, match="size = 4 does not divide the 6 ranks that share buckets"):
+        cut.node_size(3)
+    with pytest.raises(PlanError, match=r"hierarchical_size = 3 is no multiple of .*tensor = 2"):
+        Plan(hierarchical_size=3, parallel={"tensor": 2}).node_size(4)
+    with pytest.raises(PlanError, match="hierarchical_size = 8 has no effect"):
+        Plan(numerics="fast", quantized_weights=True, quantized_gradients=True, hierarchical_size=8)
 
 
 def test_as_plan_takes_every_form(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,6 +41,12 @@ class Price:
     nbytes: int = 0
     flops: float = 0.0
     calls: int = 1
+
+    def repeated(self, times: int) -> Price:
+        """Return the price of as many of them, one after the other."""
+        if times == 1:
+            return self
+        return Price(*(times * each for each in dataclasses.astuple(self)))
 
 
 class Prices(Protocol):
@@ -399,10 +406,13 @@ class Walk:
         return self.layout.buckets[info(node).index]
 
     # -- queries of the ops' own tasks ------------------------------------------------------
-    def collective(self, node: fx.Node, kind: str, size: int, axis: str = "shard") -> None:
+    def collective(
+        self, node: fx.Node, kind: str, size: int, axis: str = "shard", times: int = 1
+    ) -> None:
         """Append a collective over a mesh axis; among one rank it is an immediate copy.
 
-        kind: the collective whose price it has. size: bytes of the full buffer.
+        kind: the collective whose price it has. size: bytes of the full buffer. times: as many
+            collectives follow each other, each of an equal part of the buffer.
         """
         spec = spec_of(node)
         assert spec is not None and spec.lane is not None, f"{node} has no lane"
@@ -414,8 +424,8 @@ class Walk:
                 price = self.found.prices.touch(2 * size)
                 self.behind[node] = self.found.computes("store", f"copy {self.label(node)}", price)
             return
-        price = self.found.prices.collective(kind, size, ranks, stride)
-        beside = self.found.prices.beside(kind, size, ranks)
+        price = self.found.prices.collective(kind, size // times, ranks, stride).repeated(times)
+        beside = self.found.prices.beside(kind, size // times, ranks).repeated(times)
         self.behind[node] = self.found.sends(
             spec.lane, name, price, beside, info(node), self.data(node), axis
         )

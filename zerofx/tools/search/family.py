@@ -240,7 +240,7 @@ class Family(ABC):
             tiles = plan, setting.world_size
         elif tiles != "off":
             tiles = tiles, setting.world_size
-        return length, samples, outputs, axes, tiles
+        return length, samples, outputs, axes, tiles, plan.numerics, plan.precision
 
     def _placed_program(self, length: int, samples: int, setting: Setting) -> Planned:
         """Return the program of a length with the passes run that a pipeline begins with."""
