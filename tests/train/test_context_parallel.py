@@ -295,8 +295,8 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
             "context = 2 does not support numerics = 'fast'",
         ),
         (
-            {"parallel": {"context": 2, "pipeline": 2}, "offload": HOST},
-            "pipeline = 2 does not support offload",
+            {"parallel": {"context": 2, "pipeline": 2}, "update": "in-backward"},
+            "pipeline = 2 does not support update",
         ),
         ({"parallel": {"context": 2, "attention": "rings"}}, "attention"),
         ({"parallel": {"attention": "ring"}}, "attention = 'ring' contradicts context = 1"),

@@ -40,14 +40,14 @@ def as_compiled() -> Iterator[None]:
 def counted() -> Iterator[list[int]]:
     """Collect the sizes of the shards that are cast into resident copies."""
     found: list[int] = []
-    cast = Engine._cast
+    cast = Engine.cast
 
     def note(engine: Engine, shard: Tensor, full: Tensor) -> Tensor:
         if any(full is copy for copy in engine._resident.values()):
             found.append(shard.numel())
         return cast(engine, shard, full)
 
-    with mock.patch.object(Engine, "_cast", note), as_compiled():
+    with mock.patch.object(Engine, "cast", note), as_compiled():
         yield found
 
 

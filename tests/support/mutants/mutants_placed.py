@@ -622,7 +622,7 @@ class _Telling(_Typing):
             super()._call(node, placed)
             return
         tensors = tensors_of(node)
-        call = self._whole(placed, self._operands(node))
+        call = self._whole(node, placed, self._operands(node))
         now = tuple(o.now for o in call.operands)
         for way in ways(call):
             if way.needs == now and _is_local(way, call, node, tensors):

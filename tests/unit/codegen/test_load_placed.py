@@ -236,5 +236,5 @@ def test_a_stage_lies_as_the_others_send(tmp_path: Path) -> None:
 def test_a_directory_without_the_file_is_refused(emitted: Any) -> None:
     directory = emitted("blocks")
     (directory / NAME).unlink()
-    with pytest.raises(ProgramError, match=r"placements.json is missing; restore it"):
+    with pytest.raises(ProgramError, match=r"placements.json is missing. Restore it"):
         zerofx.load_program(directory)

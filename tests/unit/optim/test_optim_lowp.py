@@ -95,8 +95,8 @@ def test_one_cast_a_bucket(interpreted: Run) -> None:
 def test_without_triton_every_refresh_casts() -> None:
     found: list[int] = []
     loop = Loop()
-    cast = Engine._cast
-    with mock.patch.object(Engine, "_cast", lambda *given: found.append(1) or cast(*given)):
+    cast = Engine.cast
+    with mock.patch.object(Engine, "cast", lambda *given: found.append(1) or cast(*given)):
         for _ in range(3):
             loop.step()
     trained = [b for b in loop.engine.layout.buckets if b.trainable]

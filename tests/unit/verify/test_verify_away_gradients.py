@@ -37,7 +37,7 @@ def stored_on_the_device() -> Planned:
 
 
 @broken(
-    r"store_grad\w* stores reduced bucket 2 .* directly from the device; .* what offload_grad's"
+    r"store_grad\w* stores reduced bucket 2 .* directly from the device\. .* what offload_grad's"
 )
 def stored_from_where_it_was() -> Planned:
     p = away()

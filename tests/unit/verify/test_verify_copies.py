@@ -162,7 +162,7 @@ def parameter_offloaded() -> Planned:
     return p
 
 
-@broken(r"offloads \w+, a view; offload \w+ whole")
+@broken(r"offloads \w+, a view. Offload \w+ whole")
 def view_offloaded() -> Planned:
     p = compiled()
     launch, _ = away(p)

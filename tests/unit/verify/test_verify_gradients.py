@@ -63,7 +63,7 @@ def packed_at_a_wrong_offset() -> Planned:
 
 
 @broken(
-    r"the gradient packed for blocks.0.attn.qkv.weight is torch.float32\[16, 64\]; the parameter"
+    r"the gradient packed for blocks.0.attn.qkv.weight is torch.float32\[16, 64\]. The parameter"
 )
 def packed_with_a_wrong_shape() -> Planned:
     p = program()

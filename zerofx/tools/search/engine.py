@@ -1,4 +1,4 @@
-"""One search: choices, the most promising first, priced until no other can be the best."""
+"""One search: choices in the order of their bounds, priced until no other can be the best."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ LEVELS = (1.0, 0.5, 0.25)
 # the fastest plan of the whole memory has no limit, unless axes are searched.
 MOST_PRICED = 24
 # Where axes are searched, a plan takes longer to price. So only the whole memory is looked at, and
-# so many plans of it. Before them each family of axes gets one that fits, after so many bounds for
-# which a model is compiled.
+# so many plans of it. A family of axes that has none that fits gets one, after so many bounds.
 MOST_OVER_AXES = 16
 FAMILY_LOOKS = 8
 
@@ -38,13 +37,6 @@ def _time_first(bound: Bound) -> tuple[float, float]:
 
 def _memory_first(bound: Bound) -> tuple[float, float]:
     return bound.peak_bytes, bound.step_us
-
-
-def kind_of(choice: Choice) -> tuple[Any, ...]:
-    """Return a key of choices whose bounds are about as far below their figures."""
-    plan = choice.plan
-    away = tuple(name for name, tier in plan.offload.tiers.items() if tier != "none")
-    return family_of(plan.parallel), away, plan.parallel.schedule
 
 
 @dataclass
@@ -98,11 +90,11 @@ class Search:
                 f"{counted(len(choices), 'plan')}: the fastest within {memory} per device", False
             )
             most = MOST_OVER_AXES if self.space.has_axes else None if level == 1.0 else MOST_PRICED
-            if self.space.has_axes:
-                self._price_each_family(choices, limit)
             left_us = self.fastest_within(level * limit, choices, most)
             if level == 1.0:
                 self.least_left_us = left_us
+        if self.space.has_axes:
+            self._price_each_family(choices, limit)
         too_large = sum(bound.peak_bytes > limit for bound in self.bounded.values())
         fits = [o for o in self.priced.values() if not o.shortages]
         fits.sort(key=lambda o: (o.step_us, o.choice.place))
@@ -118,14 +110,16 @@ class Search:
         return replace(found, verdicts=said)
 
     def _price_each_family(self, choices: Sequence[Choice], limit: float) -> None:
-        """Price one plan that fits of each family of axes, to compare with.
+        """Price one plan that may fit of each family of axes that has none, to compare with.
 
         It is the fastest by its bounds; if that does not fit, the smallest by its bounds as well.
         """
-        self._kin(limit, choices)
+        known = {family_of(c.plan.parallel) for c, o in self.priced.items() if o.fits}
         waiting: dict[str, list[Choice]] = {}
         for choice in choices:
-            waiting.setdefault(family_of(choice.plan.parallel), []).append(choice)
+            name = family_of(choice.plan.parallel)
+            if name not in known and choice not in self.priced and choice not in self.refused:
+                waiting.setdefault(name, []).append(choice)
         for own in waiting.values():
             for least in (_time_first, _memory_first):
                 first = self._most_promising(own, limit, least)
@@ -138,8 +132,7 @@ class Search:
     ) -> Choice | None:
         """Return the choice with the least exact bound that may fit, None if none may.
 
-        After a number of bounds for which a model was compiled, the one that is then the least is
-        taken as it is.
+        After a number of bounds that grew, the one that is then the least is taken as it is.
         """
 
         def could() -> list[Choice]:
@@ -156,88 +149,45 @@ class Search:
             first = min(left, key=lambda c: (*least(self.bounded[c]), c.place))
             if first in self.exact or looks == FAMILY_LOOKS:
                 return first
-            known = self.bounds.num_compiled
             self._next(first)
-            looks += self.bounds.num_compiled > known
+            looks += 1
         return None
 
     def fastest_within(
         self, limit: float, choices: Sequence[Choice], most: int | None
     ) -> float | None:
-        """Price choices, the most promising first, until no other can be faster.
+        """Price choices in the order of their bounds, until no other can be faster.
 
         At most `most` new ones are priced, if it is a number; then the least bound of the others is
         returned, if it is below the best.
 
-        Bounds are rough at first, closer later, and exact before anything is priced. They are
-        further below the figures of some kinds of plans than of others. So the next choice is that
-        with the least bound times what the priced plans of its kind take of theirs. Of choices
+        Bounds are rough at first, closer later, and exact before anything is priced. Of choices
         that differ only in the prefetch distance, the one with the least memory comes first: the
         others need at least as much, and overlap at least as many of their transfers.
         """
         kin = self._kin(limit, choices)
-        waiting: dict[Any, list[tuple[float, int, Choice]]] = {}  # by kind
-
-        def add(least_us: float, choice: Choice) -> None:
-            heapq.heappush(
-                waiting.setdefault(kind_of(choice), []), (least_us, choice.place, choice)
-            )
-
-        for each in kin.values():
-            if each[0] not in self.priced:
-                add(self.bounded[each[0]].step_us, each[0])
-        given = set(choices)
-        within = [o for o in self.priced.values() if o.choice in given and o.fits]
-        within = [o for o in within if o.peak_bytes <= limit]
-        best = min((o.step_us for o in within), default=float("inf"))
-        for found in within:
-            self._add_kin(found, kin, add)
-        before = len(self.priced)
-        while True:
-            for queue in waiting.values():
-                while queue and queue[0][0] * (1 + TIME_GAP) >= best:
-                    queue.clear()
-            waiting = {kind: queue for kind, queue in waiting.items() if queue}
-            if not waiting or (most is not None and len(self.priced) >= before + most):
-                break
-            ratios = self._ratios()
-            kind = min(waiting, key=lambda k: (waiting[k][0][0] * ratios(k), waiting[k][0][1]))
-            least_us, _, choice = heapq.heappop(waiting[kind])
+        waiting = [(self.bounded[each[0]].step_us, each[0].place, each[0]) for each in kin.values()]
+        heapq.heapify(waiting)
+        best, before = float("inf"), len(self.priced)
+        while waiting and (most is None or len(self.priced) < before + most):
+            least_us, _, choice = heapq.heappop(waiting)
+            if least_us * (1 + TIME_GAP) >= best:
+                return None
             bound = self._next(choice)
             if bound is None or bound.peak_bytes > limit:
                 continue
             if bound.step_us > least_us or choice not in self.exact:
-                add(max(bound.step_us, least_us), choice)
+                least_us = max(bound.step_us, least_us)
+                heapq.heappush(waiting, (least_us, choice.place, choice))
                 continue
-            priced = self.price(choice)
-            if priced is None or priced.peak_bytes > limit or priced.shortages:
+            found = self.price(choice)
+            if found is None or found.peak_bytes > limit or found.shortages:
                 continue
-            best = min(best, priced.step_us)
-            self._add_kin(priced, kin, add)
-        return min((queue[0][0] for queue in waiting.values()), default=None)
-
-    def _add_kin(
-        self, priced: Outcome, kin: dict[Any, list[Choice]], add: Callable[[float, Choice], None]
-    ) -> None:
-        """Add the choices that differ from a priced one in what it has the least of, once."""
-        bound = self.bounded[priced.choice]
-        for other in kin.pop(priced.choice.kin, [])[1:]:
-            if other not in self.priced:
-                add(max(bound.step_us, priced.covered_us), other)
-
-    def _ratios(self) -> Callable[[Any], float]:
-        """Return what plans of a kind take at least of their bounds: of those that were priced.
-
-        For a kind of which none was, that of its family is taken.
-        """
-        known: dict[Any, float] = {}
-        for choice, found in self.priced.items():
-            least_us = self.bounded[choice].step_us if choice in self.bounded else 0.0
-            if least_us > 0 and found.fits:
-                ratio = found.step_us / least_us
-                for name in (kind_of(choice), kind_of(choice)[0]):
-                    known[name] = min(known.get(name, ratio), ratio)
-        return lambda kind: known.get(kind, known.get(kind[0], 1.0))
+            best = min(best, found.step_us)
+            for other in kin.pop(choice.kin, [])[1:]:
+                least_us = max(bound.step_us, found.covered_us)
+                heapq.heappush(waiting, (least_us, other.place, other))
+        return waiting[0][0] if waiting and waiting[0][0] * (1 + TIME_GAP) < best else None
 
     def _kin(self, limit: float, choices: Sequence[Choice]) -> dict[Any, list[Choice]]:
         """Return the choices that may fit, in groups of kin, the least memory first."""
