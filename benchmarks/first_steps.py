@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks.pool import Group
 from benchmarks.report import Column, finish
+from benchmarks.small_models import TextLSTM
 
 SYSTEMS = ("eager", "aten", "auto", "inductor", "torch.compile")
 MODELS = ("convnet", "lstm", "gpt2")
@@ -66,20 +67,6 @@ class ConvNet(nn.Module):
         for stage in self.stages:
             x = stage(x)
         return nn.functional.cross_entropy(self.head(x.mean((2, 3))), y)
-
-
-class TextLSTM(nn.Module):
-    """A language model of two LSTM layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(256, 128)
-        self.lstm = nn.LSTM(128, 128, num_layers=2, batch_first=True)
-        self.head = nn.Linear(128, 256)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden, _ = self.lstm(self.embed(x))
-        return nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), y.flatten())
 
 
 class Transformer(nn.Module):

@@ -50,38 +50,13 @@ class Measured:
 
 
 # -- models large enough for tensors to outweigh what operators allocate inside ---------------
-def _gpt(model: nn.Module | None) -> nn.Module | Call:
-    if model is None:
-        return GPT(GPTConfig(layers=4, width=96, heads=4, seq=SEQ))
-    return lambda step: model(*_tokens(step, model))
+def _gpt(layers: int, width: int, batch: int = BATCH) -> Callable[[nn.Module | None], Any]:
+    def made(model: nn.Module | None) -> nn.Module | Call:
+        if model is None:
+            return GPT(GPTConfig(layers=layers, width=width, heads=4, seq=SEQ))
+        return lambda step: model(*_tokens(step, model, batch))
 
-
-def _broad(model: nn.Module | None) -> nn.Module | Call:
-    """A GPT whose blocks have gradients of more than is kept between steps, on two ranks too."""
-    if model is None:
-        return GPT(GPTConfig(layers=3, width=256, heads=4, seq=SEQ))
-    return lambda step: model(*_tokens(step, model))
-
-
-def _deep(model: nn.Module | None) -> nn.Module | Call:
-    """The same with a block for each of four pipeline stages."""
-    if model is None:
-        return GPT(GPTConfig(layers=4, width=256, heads=4, seq=SEQ))
-    return lambda step: model(*_tokens(step, model))
-
-
-def _gpt_large_batch(model: nn.Module | None) -> nn.Module | Call:
-    """A GPT whose micro-batches save several times what its blocks have of gradients."""
-    if model is None:
-        return _gpt(None)
-    return lambda step: model(*_tokens(step, model, 4 * BATCH))
-
-
-def _broad_twice_the_batch(model: nn.Module | None) -> nn.Module | Call:
-    """The same with activations of more than its gradients, also where parameters stay whole."""
-    if model is None:
-        return _broad(None)
-    return lambda step: model(*_tokens(step, model, 2 * BATCH))
+    return made
 
 
 def _tokens(step: int, model: nn.Module, batch: int = BATCH) -> tuple[Tensor, Tensor]:
@@ -154,10 +129,17 @@ def _wide(model: nn.Module | None) -> nn.Module | Call:
 
 MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
     "wide": _wide,
-    "broad": _broad, "broad, twice the batch": _broad_twice_the_batch,
-    "broad, four blocks": _deep, "gpt, large batch": _gpt_large_batch,
-    "gpt": _gpt, "convs": _convs, "hf-gpt2": _hf,
-}  # fmt: skip
+    # Blocks have gradients of more than is kept between steps, on two ranks too.
+    "broad": _gpt(3, 256),
+    # Activations are more than the gradients, also where parameters stay whole.
+    "broad, twice the batch": _gpt(3, 256, 2 * BATCH),
+    "broad, four blocks": _gpt(4, 256),  # one for each of four pipeline stages
+    "gpt": _gpt(4, 96),
+    # Micro-batches save several times what blocks have of gradients.
+    "gpt, large batch": _gpt(4, 96, 4 * BATCH),
+    "convs": _convs,
+    "hf-gpt2": _hf,
+}
 
 
 def measure(

@@ -631,14 +631,13 @@ def check_wires(program: Planned, compiled: Planned) -> None:
     Raises:
         ProgramError: names the value, and how it lies in both.
     """
-    pairs = zip(program.stage.wires, compiled.stage.wires, strict=False)
     if len(program.stage.wires) != len(compiled.stage.wires):
         raise _unfit(
             program,
             f"its stages exchange {len(program.stage.wires)} values, those of the model "
             f"{len(compiled.stage.wires)}",
         )
-    for mine, due in pairs:
+    for mine, due in zip(program.stage.wires, compiled.stage.wires, strict=True):
         if mine.digest != due.digest or mine.lies != due.lies:
             raise _unfit(
                 program,

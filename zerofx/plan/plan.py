@@ -260,7 +260,7 @@ class Plan:
         if shard_size * tensor % size:
             raise PlanError(
                 f"Plan.{name} = {size} does not divide the {shard_size * tensor} ranks that "
-                f"share buckets and layers. Use the number of ranks per node"
+                "share buckets and layers. Use the number of ranks per node"
             )
         return max(size // tensor, 1)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from mutants import Base, Mutant
+from mutants import Base, Mutant, mutate
+from mutants_kinds import KINDS
 from oracle import Outcome, differences, execute, far_off
 from oracle_cases import expected, make_state
 from oracle_exchange import Delivery
@@ -98,3 +100,15 @@ class Tally:
         ]
         rows.append(f"{'all':20s}" + "".join(f"{self.total(c):20d}" for c in cells))
         return "\n".join(rows)
+
+
+def check_every_kind(base: Base) -> None:
+    """Demand that two changes of each kind to one program are told apart; some find no place."""
+    found = Tally()
+    for number in range(2 * len(KINDS)):
+        mutant = mutate(number, KINDS[number % len(KINDS)], base, random.Random(number))
+        if mutant is not None:
+            found.add(mutant)
+    assert not found.accepted_harmful, "\n".join(found.accepted_harmful)
+    assert found.total("harmful refused") >= 30, found.table()
+    assert len(found.refused_harmless) <= 5, "\n".join(found.refused_harmless)
