@@ -29,7 +29,14 @@ STEP_TIME = {  # the file of each size: a run takes hours, so that sizes were me
 MEMORY, BUDGET = "memory-20261127-064846", "budget-20261122-063132"
 OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261122-043204"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
+PARALLEL, ONE_PROCESS = "parallel-20261127-234505", "one_process-20261127-234910"
 BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
+
+OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them
+    "tensor": "tensor", "sequence": "tensor, sequence", "pipeline": "pipeline",
+    "tensor-data": "tensor x data", "sequence-data": "tensor, sequence x data",
+    "pipeline-data": "pipeline x data",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,16 @@ def _others() -> Iterator[Claim]:
         figures = numbers("{:.1f}", found[0]["whole_mib"], *(r["rows_mib"] for r in found))
         figures += numbers("{:.2f}", *(r["ratio"] for r in found))
         yield Claim(MEASURED, "Gradients by rows", f"| {stage} |", figures, ROWS)
+    for axis, label in OVER.items():
+        r = row(PARALLEL, axis=axis)
+        figures = (str(r["ranks"]), *numbers("{:.2f}", r["wall"], r["cpu"], r["peak"]))
+        figures += numbers("{:.3f}", r["predicted"])
+        yield Claim(MEASURED, "Layers over ranks", f"| {label} |", figures, PARALLEL)
+    for r in rows(ONE_PROCESS):
+        if r["system"] == "aten":
+            figures = numbers("{:.2f}", r["ratio"], r["low"], r["high"])
+            begin = f"| {r['model']} |"
+            yield Claim(MEASURED, "One process beside eager", begin, figures, ONE_PROCESS)
     working = numbers("{:,.1f}", *(r["working_mib"] for r in rows(BIG_TILES)))
     yield Claim(MEASURED, "Tiles", "gradient, `python -m benchmarks.tiling", working, BIG_TILES)
 

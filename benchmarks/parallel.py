@@ -248,7 +248,7 @@ class ByTorchPipeline:
             self.schedule.step(target=ids, losses=losses)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        mean = torch.stack(losses).mean() if losses else torch.zeros(())
+        mean = torch.stack(losses).detach().mean() if losses else torch.zeros(())
         dist.broadcast(mean, group=self.group, group_src=1)
         return float(mean)
 

@@ -24,7 +24,7 @@ import itertools
 import resource
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.memory_cells import LAYERS, MANY, MODELS, captured
@@ -130,11 +130,14 @@ class Job:
 def predict(cells: list[Cell], hardware: str) -> dict[str, dict[str, Any]]:
     """Return the prediction for each cell."""
     import zerofx
+    from zerofx.hardware import load_hardware
 
-    found = {}
+    found, described = {}, load_hardware(hardware)
     for cell in cells:
         program = captured(cell.model, LAYERS, cell.captured)
-        view: Any = zerofx.predict(program, cell.plan, hardware=hardware, world_size=cell.world)
+        # more ranks than cores share them: as if each had one, since CPU seconds are compared
+        node = replace(described, devices_per_node=max(cell.world, described.devices_per_node))
+        view: Any = zerofx.predict(program, cell.plan, hardware=node, world_size=cell.world)
         forecast = view.forecast
         if cell.axis == "pipeline":
             busy = {f"stage {i}": us / 1e3 for i, us in enumerate(forecast.busy_us)}
