@@ -7,6 +7,7 @@
 # make soak      a job of two ranks under random faults for MINUTES=120; again: goes on
 # make bench     step time against FSDP2 and DDP
 # make docs      build the documentation as a site: build/docs/index.html
+# make release   build wheel and sdist, and use them with the oldest and the newest torch
 # make zoo       hundreds of models, trained compiled and plainly (hours): docs/measured.md
 #
 # docs/testing.md says which slices there are, and which commit each one last passed at.
@@ -40,7 +41,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 OTHERS := build/integrations/bin/python
 
-.PHONY: venv demo test test-slow test-all faults integrations soak slices-table slow-times lint format bench zoo docs clean
+.PHONY: venv demo test test-slow test-all faults integrations soak slices-table slow-times lint \
+	format bench zoo docs release clean
 
 venv: $(STAMP)
 
@@ -121,6 +123,10 @@ $(DOCS)/.installed: pyproject.toml constraints.txt
 docs: $(DOCS)/.installed
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict --quiet
 	@echo build/docs/index.html
+
+release: $(STAMP)
+	ZEROFX_TEST_TORCH="2.11.0 2.13.0" $(PY) -m pytest -o faulthandler_timeout=1800 \
+		tests/tools/test_release.py
 
 clean:
 	rm -rf $(VENV) $(DOCS) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info

@@ -171,7 +171,7 @@ def _check_arguments(
         if name in fields:
             raise ArgumentError(
                 f"zerofx.compile has no parameter {name!r}, which is a field of the plan. Call "
-                f"zerofx.compile(model, Plan({name}={value!r}))"
+                f"zerofx.compile(model, Plan({name}={value!r}))."
             )
         parameters = [each for each in inspect.signature(compile).parameters if each != "unknown"]
         raise ArgumentError(
@@ -180,11 +180,11 @@ def _check_arguments(
     if isinstance(model, type):
         raise ArgumentError(
             f"model is the class {model.__name__}, not a module. Call zerofx.compile("
-            f"{model.__name__}(...))"
+            f"{model.__name__}(...))."
         )
     if not isinstance(model, nn.Module):
         raise ArgumentError(
-            f"model is of type {type(model).__name__}, not an nn.Module. Pass the module itself"
+            f"model is of type {type(model).__name__}, not an nn.Module. Pass the module itself."
         )
     if weights is not None:
         check_call('zerofx.compile(model, weights="folder")', weights)
@@ -205,7 +205,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any, name: str) -> None:
         raise ArgumentError(
             f"{name} is {'the class ' if isinstance(optimizer, type) else 'of type '}{kind}, "
             "not an optimizer over model.parameters() or a list of optimizers. Leave optimizer "
-            "out, and build optimizers over the parameters of the model that zerofx.compile returns"
+            "out, and build optimizers over the parameters of the compiled model."
         )
     held = {id(param) for param in model.parameters()}
     given = [param for group in optimizer.param_groups for param in group["params"]]
@@ -214,7 +214,7 @@ def _check_optimizer(model: nn.Module, optimizer: Any, name: str) -> None:
             f"{name} {type(optimizer).__name__} holds none of the parameters of "
             f"{type(model).__name__}, so its steps would not train the model. It holds "
             f"{len(given)} parameters. The model has {len(held)} others. Build it over the "
-            "parameters of the model that is compiled"
+            "parameters of the model that is compiled."
         )
 
 
@@ -245,13 +245,13 @@ def _connect(
     if parallel.brings_slices and slices is None:
         raise PlanError(
             "Plan.parallel.placements is 'model', but no parameter is marked as a slice over an "
-            f'axis outside of mesh. {HOW_TO_MARK}, and pass mesh=mesh["dp"]'
+            f'axis outside of mesh. {HOW_TO_MARK}, and pass mesh=mesh["dp"].'
         )
     if mesh is not None and parallel.is_used and not parallel.brings_slices:
         axis, size = next(reversed(parallel.axes.items()))
         raise PlanError(
             f"mesh is given, but Plan.parallel.{axis} is {size}. zerofx builds "
-            "the mesh of all ranks itself if it cuts or divides layers. Leave mesh out"
+            "the mesh of all ranks itself if it cuts or divides layers. Leave mesh out."
         )
     world = World.connect(
         here, mesh, plan.shard_axis_size, algorithm, start, is_stage_0, parallel.tensor,
@@ -279,7 +279,7 @@ def _either(hardware: Any, machine: Any) -> Any:
     """
     if hardware is not None and machine is not None:
         raise ArgumentError(
-            "hardware and machine are two names of one parameter. Both were given. Give hardware"
+            "hardware and machine are two names of one parameter. Both were given. Give hardware."
         )
     return machine if hardware is None else hardware
 
@@ -338,11 +338,20 @@ def rewrite(
 
     Returns:
         A new Program with communication and one history entry per pass. `program` is unchanged.
+
+    Raises:
+        ArgumentError: program is not a Program.
+        PlanError: the plan does not fit the program or the world, or has no such stage.
+        BudgetError: the plan's memory budget cannot be met; names the smallest one that can.
+
+    Example:
+        program = zerofx.rewrite(zerofx.capture(model, args), {"stage": 3}, world_size=8)
+        print(program.memory())
     """
     if not isinstance(program, Program):
         raise ArgumentError(
             f"program is of type {type(program).__name__}, not a Program. Call zerofx.rewrite("
-            "zerofx.capture(model, args, kwargs), plan)"
+            "zerofx.capture(model, args, kwargs), plan)."
         )
     checked = as_plan(plan if plan is not None else program.planned().plan)
     described = hardware_for("cpu", _either(hardware, machine))
@@ -350,7 +359,7 @@ def rewrite(
         raise PlanError(
             f"position is {position}, but the plan has {checked.parallel.num_stages} pipeline "
             f"stages (Plan.parallel.pipeline is {checked.parallel.pipeline}). Give a stage from 0 "
-            f"to {checked.parallel.num_stages - 1}"
+            f"to {checked.parallel.num_stages - 1}."
         )
     loop = Loop(accumulation, no_sync)
     return run(program, Setting(checked, world_size, described, loop=loop, position=position))
@@ -369,5 +378,9 @@ def load_program(directory: str | os.PathLike[str], *, allow_changed_math: bool 
         ProgramError: a file is missing, truncated or foreign, or the schedule is wrong (for
             example, it reads a released parameter). Shows the lines of schedule.py around the
             fault.
+
+    Example:
+        model.programs[0].emit("emitted")  # then edit emitted/schedule.py
+        model.adopt(zerofx.load_program("emitted"))
     """
     return load_directory(directory, allow_changed_math)

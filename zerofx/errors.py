@@ -13,6 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 
+def as_sentence(text: object) -> str:
+    """Return a text of any origin, such as another error's, with a full stop at its end."""
+    said = str(text).rstrip()
+    return said if said.endswith((".", "?", "!")) else f"{said}."
+
+
 class ZerofxError(Exception):
     """Base of every error a user can cause; says what, where, both numbers, and how to fix it."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import operator
 import posixpath
 import re
 import sys
@@ -172,15 +173,16 @@ def api_page() -> str:
     lines.append(
         "Signatures and states are those of `torch.optim`; `max_grad_norm` clips within the step.\n"
     )
-    for name in zerofx.optim.__all__:
-        kind = getattr(zerofx.optim, name)
-        lines.append(entry(f"{kind.__module__}.{kind.__qualname__}", f"zerofx.optim.{name}"))
+    lines += [entry(home(f"optim.{name}"), f"zerofx.optim.{name}") for name in zerofx.optim.__all__]
+    lines += ["## Disk\n", "Tensors to and from files, without a compiled model.\n"]
+    names = [name for name in zerofx.nvme.__all__ if name != "NvmeError"]
+    lines += [entry(home(f"nvme.{name}"), f"zerofx.nvme.{name}") for name in names]
     return "\n".join(lines)
 
 
 def home(name: str) -> str:
     """Return the dotted path of the module that a public name comes from."""
-    value = getattr(zerofx, name)
+    value = operator.attrgetter(name)(zerofx)
     return f"{value.__module__}.{value.__qualname__}"
 
 

@@ -43,7 +43,7 @@ def test_one_rank_fails_all_raise(pool: Pool, tmp_path: Path) -> None:
     first, second = pool.run(2, damaged_for_one, str(tmp_path / "save"))
     path = tmp_path / "save" / "__1_0.distcp"
     assert f"rank 1: {path}: damaged: its checksum differs" in first[0]
-    assert second[0] == f"SnapshotError: {path}: damaged: its checksum differs"
+    assert second[0] == f"SnapshotError: {path}: damaged: its checksum differs."
     for texts in (first, second):
         assert "DesyncError" in texts[1] and "directory=save-elsewhere" in texts[1]
     assert "extra['f'] is a builtin" in first[2]

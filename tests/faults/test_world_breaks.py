@@ -77,7 +77,7 @@ def test_a_rank_that_failed_alone_cannot_go_on() -> None:
     for message in run_ranks(2, both_arrive):
         assert message.startswith("rank 1 is about to run forward of program 3fa1 (call 2) with ")
         assert "rank 0 runs forward of program 3fa1 with the call before=broken off" in message
-        assert message.endswith(". Rank 0 broke off call 1: ValueError('boom')")
+        assert message.endswith(" Rank 0 broke off call 1: ValueError('boom').")
 
 
 def fail_alike(per_host: int) -> list[float]:

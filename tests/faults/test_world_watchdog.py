@@ -57,7 +57,7 @@ def test_the_thread_survives_a_look_that_fails(pool: Pool, fails_for_s: float) -
         assert "its watchdog fails: RuntimeError('no descriptor left')" in message
     looks = [text for text in said if "failed to check" in text]  # beside where the record is
     assert looks == [
-        "zerofx: the watchdog failed to check the ranks: RuntimeError('no descriptor left')"
+        "zerofx: the watchdog failed to check the ranks: RuntimeError('no descriptor left')."
     ]
 
 

@@ -194,28 +194,6 @@ def test_words_that_prose_avoids(word: str) -> None:
     assert len(found) <= WORDS[word], "write it in plain English: " + ", ".join(found)
 
 
-# Words with which a fix begins: `<subject> <problem>. <Imperative fix>.`
-FIXES = (
-    "add allow call check choose clone continue do draw drop emit free gather give install keep "
-    "load lower make move offload pack pass put raise record reload remove restore run save "
-    "see set store switch take try use wait write"
-).split()
-
-
-def test_a_fix_is_a_sentence_of_its_own() -> None:
-    """No text that is shown says `problem; do this`."""
-    found = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        prose = {id(n.value) for n in ast.walk(tree) if isinstance(n, ast.Expr)}
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                told = re.search(rf"; (?:{'|'.join(FIXES)})\b", node.value)
-                if told and id(node) not in prose:
-                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {told[0]}")
-    assert not found, "end the sentence, and begin the fix with a capital"
-
-
 def test_ops_are_named_by_the_passes_that_insert_them_only() -> None:
     """All else asks a node's spec: `zerofx.ops` is for what it is made of, and for passes."""
     found = []

@@ -1,7 +1,7 @@
 """The differential job: train on the ranks of a world, and beside it in one process.
 
 The reference is one process that runs each rank's micro-batches in turn and averages the
-gradients (docs/decisions.md, Numerics).
+gradients (docs/testing.md, Numerics).
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The release: wheel and sdist have every file, and the wheel works in an empty environment."""
+"""The release: wheel and sdist have every file, and both work in an empty environment.
+
+`ZEROFX_TEST_TORCH="2.11.0 2.13.0"` (as `make release` sets it) names the versions of torch with
+which they are tried; by default it is the one in constraints.txt.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,10 @@ import pytest
 import zerofx
 
 ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
+CONSTRAINTS = (ROOT / "constraints.txt").read_text("utf-8")
+(PINNED,) = re.findall(r"^torch==(\S+)$", CONSTRAINTS, re.MULTILINE)
+TORCH = os.environ.get("ZEROFX_TEST_TORCH", PINNED).replace(",", " ").split()
 IGNORED = shutil.ignore_patterns(
     ".git", ".venv*", "__pycache__", "*.egg-info", "build", "dist", ".*_cache", ".hypothesis"
 )
@@ -75,8 +83,7 @@ def ran(*argv: str | Path, cwd: Path) -> str:
 
 def test_data_files_are_declared() -> None:
     """Each file of the package is a module, or matches a pattern of package-data."""
-    text = (ROOT / "pyproject.toml").read_text()
-    declared = re.search(r"package-data\]\nzerofx = \[(.*?)\]", text, re.DOTALL)
+    declared = re.search(r"package-data\]\nzerofx = \[(.*?)\]", PYPROJECT, re.DOTALL)
     assert declared is not None
     found = {
         str(path.relative_to(ROOT))
@@ -87,21 +94,76 @@ def test_data_files_are_declared() -> None:
 
 
 def test_the_version_is_in_one_place() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert 'version = {attr = "zerofx.__version__"}' in text
+    assert 'version = {attr = "zerofx.__version__"}' in PYPROJECT
     assert re.fullmatch(r"\d+\.\d+\.\d+", zerofx.__version__)
-    assert not re.search(r'^version = "', text, re.MULTILINE)
+    assert not re.search(r'^version = "', PYPROJECT, re.MULTILINE)
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    """Its first heading is that of changes to come, which names this version, or its release."""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    heading, _, rest = text.partition("\n## ")[2].partition("\n")
+    if heading == "Unreleased":
+        first = " ".join(rest.partition("\n### ")[0].split())
+        assert f"will be {zerofx.__version__}" in first
+    else:
+        assert re.fullmatch(rf"{re.escape(zerofx.__version__)} - \d{{4}}-\d\d-\d\d", heading)
+
+
+def test_the_range_of_torch_is_the_one_that_the_readme_names() -> None:
+    low, beyond = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', PYPROJECT)[0]
+    high = int(beyond) - 1
+    assert f"torch 2.{low} to 2.{high}" in (ROOT / "README.md").read_text("utf-8")
+    assert PINNED.startswith(f"2.{high}.")
+    tried = re.search(r'ZEROFX_TEST_TORCH="(\S+) (\S+)"', (ROOT / "Makefile").read_text("utf-8"))
+    assert tried is not None
+    assert tried[1].startswith(f"2.{low}.") and tried[2] == PINNED
+
+
+def test_each_integration_has_an_extra() -> None:
+    """A package that an integration imports is in the extra of that name."""
+    extras = dict(re.findall(r'^(\w+) = \[((?:\s*"[^"]+",?)+)\s*\]', PYPROJECT, re.MULTILINE))
+    imported = {
+        (name or other).partition(".")[0]
+        for path in (ROOT / "zerofx" / "integrations").glob("*.py")
+        for name, other in re.findall(
+            r"^ *(?:from (\S+) import|import (\S+))", path.read_text("utf-8"), re.MULTILINE
+        )
+    }
+    others = {"accelerate", "lightning", "transformers"}
+    assert others <= imported
+    for name in others:
+        assert f'"{name}>=' in extras[name], name
+    known = set(sys.stdlib_module_names) | set(re.findall(r'"([a-z]+)', extras["dependencies"]))
+    optional = {
+        "torchmetrics",  # Lightning brings it along
+        "wandb",  # as DeepSpeed's own monitors, which need it only if they are asked for
+    }
+    assert imported - known - others - optional - {"zerofx", "yaml"} == set()
+
+
+def constrained(version: str, folder: Path) -> Path:
+    """Write the constraints with another version of torch, and without what that one pins."""
+    lines = [
+        line for line in CONSTRAINTS.splitlines()
+        if version == PINNED or not re.match(r"(torch|triton|setuptools)==", line)
+    ]  # fmt: skip
+    path = folder / "constraints.txt"
+    path.write_text("\n".join([*lines, f"torch=={version}"]) + "\n")
+    return path
 
 
 @pytest.mark.slow
-def test_the_wheel_works_alone(tmp_path: Path) -> None:
-    """Build both, install the wheel with torch 2.13, and use it: version, memory, training."""
+@pytest.mark.parametrize("version", TORCH)
+def test_wheel_and_sdist_work_alone(version: str, tmp_path: Path) -> None:
+    """Build both, install each with a version of torch, and use it."""
     source, dist, venv = tmp_path / "source", tmp_path / "dist", tmp_path / "venv"
     shutil.copytree(ROOT, source, ignore=IGNORED)
     ran(sys.executable, "-m", "venv", venv, cwd=tmp_path)
     python = venv / "bin" / "python"
+    pip = python, "-m", "pip", "install", "-q", "--disable-pip-version-check"
     try:
-        ran(python, "-m", "pip", "install", "-q", "build", "setuptools>=77", cwd=tmp_path)
+        ran(*pip, "build", "setuptools>=77", cwd=tmp_path)
     except AssertionError as error:
         pytest.skip(f"no package index can be reached: {str(error)[-200:]}")
     ran(python, "-m", "build", "--no-isolation", "--outdir", dist, source, cwd=tmp_path)
@@ -112,16 +174,24 @@ def test_the_wheel_works_alone(tmp_path: Path) -> None:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert shipped() <= inside
     assert {"tests/tools/test_release.py", "constraints.txt", "examples/hello.py"} <= inside
-    constraints = ROOT / "constraints.txt"
-    ran(python, "-m", "pip", "install", "-q", "-c", constraints, wheel, cwd=tmp_path)
-    said = ran(venv / "bin" / "zerofx", "--version", cwd=tmp_path)
-    assert re.match(rf"zerofx {re.escape(zerofx.__version__)}, torch 2\.13\.0\S*, Python 3", said)
-    (tmp_path / "model.py").write_text(MODEL)
-    text = ran(venv / "bin" / "zerofx", "memory", "model.py:build", "--world", "2", cwd=tmp_path)
+    ran(*pip, "-c", constrained(version, tmp_path), wheel, cwd=tmp_path)
+    check_installed(venv, version, tmp_path)
+    ran(python, "-m", "pip", "uninstall", "-q", "-y", "zerofx", cwd=tmp_path)
+    ran(*pip, "--no-deps", "--no-build-isolation", sdist, cwd=tmp_path)
+    check_installed(venv, version, tmp_path)
+
+
+def check_installed(venv: Path, version: str, folder: Path) -> None:
+    """Check the version, memory, the page and training of an installed zerofx."""
+    command, model = venv / "bin" / "zerofx", "model.py:build"
+    said = ran(command, "--version", cwd=folder)
+    own, torch = re.escape(zerofx.__version__), re.escape(version)
+    assert re.match(rf"zerofx {own}, torch {torch}(\+\S+)?, Python 3", said)
+    (folder / "model.py").write_text(MODEL)
+    text = ran(command, "memory", model, "--world", "2", cwd=folder)
     assert text.startswith("# Sequential: training   stage=3 world=2") and "total" in text
-    page = tmp_path / "page.html"
-    ran(venv / "bin" / "zerofx", "view", "model.py:build", "--hardware", "dgx-h100", "--out", page,
-        cwd=tmp_path)  # fmt: skip
+    page = folder / "page.html"
+    ran(command, "view", model, "--hardware", "dgx-h100", "--out", page, cwd=folder)
     assert "Content-Security-Policy" in page.read_text()
-    where = ran(python, "-c", TRAINS, cwd=tmp_path)
+    where = ran(venv / "bin" / "python", "-c", TRAINS, cwd=folder)
     assert str(venv) in where and "trained" in where

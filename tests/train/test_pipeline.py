@@ -486,7 +486,7 @@ def test_an_edited_pipeline_runs(pool: Pool, tmp_path: Any) -> None:
         torch.testing.assert_close(mine, theirs)
         assert is_edited
         assert "pipeline.py: rank" in said and "of micro-batch 0 from stage" in said
-        assert said.endswith("is missing")
+        assert said.endswith("is missing.")
 
 
 class Failing(nn.Module):

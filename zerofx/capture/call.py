@@ -279,7 +279,7 @@ def find_ignored(model: nn.Module, patterns: Sequence[str]) -> tuple[str, ...]:
             raise PlanError(
                 f"Plan.ignored_params: {pattern!r} covers no parameter of {type(model).__name__}. "
                 f"Its parameters are {', '.join(name for name, _ in named[:8])}"
-                f"{', ...' if len(named) > 8 else ''}"
+                f"{' and others' if len(named) > 8 else ''}."
             )
     chosen = {id(p) for name, p in named if any(covers(pattern, name) for pattern in patterns)}
     return tuple(name for name, param in named if id(param) in chosen)

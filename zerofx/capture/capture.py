@@ -92,9 +92,16 @@ def capture(
     module_dtypes: {name pattern: format} of modules that compute in a format other than
         `compute_dtype`.
 
+    Returns:
+        The program with its joint graph of forward and backward, for `zerofx.rewrite`.
+
     Raises:
         CaptureError: the forward cannot become a static graph; the message names the line and the
             fix.
+
+    Example:
+        program = zerofx.capture(model, (tokens, targets))
+        print(program.dump(level="units"))
     """
     with original(model):
         place = torch.device(device) if device is not None else None
@@ -246,7 +253,7 @@ def trace_once(
         raise CaptureError(
             f"capture: forward seeds torch's generator, and {harness.lines.seeded_at} runs under "
             "that seed, which a program would not repeat. Draw the numbers outside the model and "
-            "pass them in, or keep them in a buffer"
+            "pass them in, or keep them in a buffer."
         )
     if harness.changed_state:
         raise refuse_rebinding(harness.changed_state, swap.is_disturbed, rerun)
@@ -322,7 +329,7 @@ def warn_of_dropped(model: nn.Module, results: Results) -> None:
         warnings.warn(
             f"zerofx: {type(model).__name__} also returns {', '.join(results.dropped)}, which a "
             "program cannot hand out; it will be None (do not ask the model for it to silence "
-            "this, for example with use_cache=False)",
+            "this, for example with use_cache=False).",
             stacklevel=3,
         )
 

@@ -61,7 +61,7 @@ def refuse_host_random(moved: str, generators: HostGenerators, run: Run) -> Capt
     generators.restore()
     return CaptureError(
         f"capture: forward draws from {moved}{at_line(where)}, whose value would be baked into "
-        "the program. Use torch's random functions, or pass the number as an argument"
+        "the program. Use torch's random functions, or pass the number as an argument."
     )
 
 
@@ -105,7 +105,7 @@ def refuse_mode(changed: str, run: Run) -> CaptureError:
     where = find_line(run, Modes().has_changed)
     return CaptureError(
         f"capture: forward changes {changed}{at_line(where)} and leaves it so, which a program "
-        "would not repeat. Use the context manager form, or set it outside the model"
+        "would not repeat. Use the context manager form, or set it outside the model."
     )
 
 
@@ -242,7 +242,7 @@ def refuse_attribute(path: str, held: Held, run: Run) -> CaptureError:
         f"capture: forward changes the attribute {path}{at_line(where)}, which a program would "
         "not repeat (what it read would be baked in), and the next call would find or leave "
         "something else. Return the value instead, keep it in a buffer or, if only a first call "
-        "changes it, call the model once before it is compiled"
+        "changes it, call the model once before it is compiled."
     )
 
 
@@ -252,7 +252,7 @@ def refuse_rebinding(what: str, is_disturbed: Callable[[], bool], run: Run) -> C
     return CaptureError(
         f"capture: forward {what}{at_line(where)}, which a program would not repeat. Do it outside "
         "forward (a buffer may get a new value of its own shape and dtype that does not require "
-        "grad)"
+        "grad)."
     )
 
 

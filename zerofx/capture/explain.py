@@ -14,7 +14,7 @@ from typing import Any
 
 from zerofx.capture.lines import LineMode, in_forward, is_raised_by_model, locate
 from zerofx.compat.tracing import DataDependentError, DynamicShapeError
-from zerofx.errors import CaptureError
+from zerofx.errors import CaptureError, as_sentence
 
 # Name of the torch function that read a value: (what the model did, the fix).
 _READS = {
@@ -147,17 +147,20 @@ def explain(error: Exception, lines: LineMode) -> CaptureError | None:
     if isinstance(error, DataDependentError) or last_call == "numpy" or has_no_values:
         what, way = _READS[reads[0]] if reads else _UNKNOWN_READ
         way = _way_for_experts(error.__traceback__) or way
-        return CaptureError(f"capture: {what}{at}, which no static graph can follow. {way}")
+        return CaptureError(
+            f"capture: {what}{at}, which no static graph can follow. {as_sentence(way)}"
+        )
     if isinstance(error, DynamicShapeError):
         call = "indexing by a mask" if last_call == "__getitem__" else f"{last_call}()"
         way = _way_for_experts(error.__traceback__) or (
             "Use a mask with torch.where, or a size that is fixed in advance"
         )
         return CaptureError(
-            f"capture: the shape of the result of {call}{at} depends on the data. {way}"
+            f"capture: the shape of the result of {call}{at} depends on the data. "
+            f"{as_sentence(way)}"
         )
     first = (str(error).strip().splitlines() or [""])[0]
-    said = f"capture: forward failed{at}: {type(error).__name__}: {first}"
+    said = f"capture: forward failed{at}: {type(error).__name__}: {as_sentence(first)}"
     return CaptureError.like(error, said)
 
 

@@ -35,7 +35,7 @@ def compute_dtypes(
     if dtype is not None and dtype not in LOW_OR_SINGLE:
         raise CaptureError(
             f"capture: compute_dtype = {dtype} is not supported. Use one of "
-            f"{', '.join(map(str, LOW_OR_SINGLE))}, or None for the parameters' own"
+            f"{', '.join(map(str, LOW_OR_SINGLE))}, or None for the parameters' own."
         )
     found: dict[str, torch.dtype] = {}
     first: dict[int, str] = {}
@@ -52,7 +52,7 @@ def compute_dtypes(
             if modules and found.get(other, own) is not own:
                 raise PlanError(
                     f"Plan.precision.modules: {other} is computed in {found[other]}, and as {name} "
-                    f"in {own}, but the two are one tied parameter. Give both modules one format"
+                    f"in {own}, but the two are one tied parameter. Give both modules one format."
                 )
             found[name] = found.get(other, own)
     for pattern in modules or ():
@@ -60,7 +60,7 @@ def compute_dtypes(
             raise PlanError(
                 f"Plan.precision.modules: {pattern!r} covers no parameter of "
                 f"{type(model).__name__}. Its parameters are {', '.join(list(found)[:8])}"
-                f"{', ...' if len(found) > 8 else ''}"
+                f"{' and others' if len(found) > 8 else ''}."
             )
     return found
 
@@ -167,5 +167,5 @@ def check_unwritten(
             raise CaptureError(
                 f"capture: {where} writes in place to input tensor {i}, which it gets as a "
                 f"{given[i].dtype} copy of the {tensors[i].dtype} given. Give it in "
-                f"{given[i].dtype}, or return the new value"
+                f"{given[i].dtype}, or return the new value."
             )

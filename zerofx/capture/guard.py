@@ -38,7 +38,7 @@ def check_arguments(names: list[str], leaves: list[Any]) -> None:
         if not is_plain or leaf.layout is not torch.strided or leaf.is_quantized:
             kind = str(leaf.layout).removeprefix("torch.") if is_plain else type(leaf).__name__
             raise CaptureError(
-                f"capture: argument {name} is a tensor of kind {kind}. Pass a plain dense tensor"
+                f"capture: argument {name} is a tensor of kind {kind}. Pass a plain dense tensor."
             )
 
 
@@ -53,7 +53,7 @@ def check_constant(name: str, leaf: Any) -> None:
         raise CaptureError(
             f"capture: argument {name} is a {type(leaf).__name__} that holds tensors ({inside}), "
             "which would be baked into the program. Pass them as tensors, in a dict or in a "
-            "dataclass"
+            "dataclass."
         )
     try:
         hash(leaf)
@@ -61,13 +61,13 @@ def check_constant(name: str, leaf: Any) -> None:
         raise CaptureError(
             f"capture: argument {name} is a {type(leaf).__name__}, which is neither a tensor nor "
             "a hashable constant, so no program can be kept for it. Pass a tensor "
-            "(torch.as_tensor), a number, a string or a tuple of them"
+            "(torch.as_tensor), a number, a string or a tuple of them."
         ) from None
     if has_hidden_state(leaf):
         raise CaptureError(
             f"capture: argument {name} is a {type(leaf).__name__}, whose attributes would be baked "
             "into the program and whose changes would go unnoticed (it hashes by identity). Pass "
-            "tensors, numbers, or a dataclass of them"
+            "tensors, numbers, or a dataclass of them."
         )
 
 
@@ -103,7 +103,7 @@ def check_device(device: torch.device | None) -> None:
     if device is not None and device.type == "cuda" and not torch.cuda.is_available():
         raise CaptureError(
             f"capture: device {device} is not available. To plan for GPUs without one, capture for "
-            "the CPU (device=None). The graph differs in a few operators only"
+            "the CPU (device=None). The graph differs in a few operators only."
         )
 
 
@@ -117,7 +117,7 @@ def check_packed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if any(isinstance(v, PackedSequence) for v in found):
         raise CaptureError(
             "capture: an argument is a PackedSequence, whose batch sizes differ from batch to "
-            "batch. Pass the padded tensor, and mask or gather by the lengths"
+            "batch. Pass the padded tensor, and mask or gather by the lengths."
         )
 
 
@@ -139,23 +139,23 @@ def check_wrappers(model: nn.Module, takes_dtensors: bool = False) -> None:
             outer = f"model.get_submodule({name!r})" if name else "model"
             raise CaptureError(
                 f"capture: {where} is a {type(module).__name__}. Pass the plain module inside it "
-                f"({outer}.{inside})"
+                f"({outer}.{inside})."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"capture: {where} is a {type(module).__name__}, which has no Python forward to "
-                "trace. Pass the plain module that it was made from"
+                "trace. Pass the plain module that it was made from."
             )
         if other := distributed_by(module):
             raise CaptureError(
                 f"capture: {where} is distributed by {other} already. Build the model again "
                 f"without {other} and compile that: Plan(stage=3) shards parameters, gradients and "
-                "optimizer states, and Plan(stage=0) replicates them"
+                "optimizer states, and Plan(stage=0) replicates them."
             )
     for name, param in model.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
             raise CaptureError(
-                f"capture: {name} has no shape yet. Run one batch through the lazy module first"
+                f"capture: {name} has no shape yet. Run one batch through the lazy module first."
             )
         if isinstance(param, DTensor) and piece_of(param) is None and not takes_dtensors:
             raise CaptureError(
@@ -163,7 +163,7 @@ def check_wrappers(model: nn.Module, takes_dtensors: bool = False) -> None:
                 "parallelize_module, distribute_module and replicate make them, and no axis "
                 "of several ranks that they lie over is known. Build the model again without it "
                 'and compile that, or pass mesh=mesh["dp"], the data axis of the mesh whose axis '
-                '"tp" was given to parallelize_module'
+                '"tp" was given to parallelize_module.'
             )
 
 
@@ -181,7 +181,7 @@ def check_modules(model: nn.Module, entry: Entry = MODEL, ignored: Collection[st
             raise CaptureError(
                 f"capture: {name} has a gradient hook, which a program would skip. Register it by "
                 "register_post_accumulate_grad_hook after zerofx.compile, or hook the tensor "
-                "inside forward"
+                "inside forward."
             )
 
 
@@ -217,7 +217,7 @@ def check_graph(gm: fx.GraphModule) -> None:
         if node.target is with_effects:
             raise CaptureError(
                 f"capture: {node.args[1]}{at} has an effect besides its results, which a program "
-                "would not keep. Call it outside the model"
+                "would not keep. Call it outside the model."
             )
         if node.op == "get_attr":
             held = getattr(gm, node.target)
@@ -225,5 +225,5 @@ def check_graph(gm: fx.GraphModule) -> None:
                 raise CaptureError(
                     f"capture: forward uses a tensor of shape {list(held.shape)}{at} that "
                     "requires grad but is no parameter of the model, so it would not be trained. "
-                    "Register it (nn.Parameter, nn.ModuleList), pass it in, or detach it"
+                    "Register it (nn.Parameter, nn.ModuleList), pass it in, or detach it."
                 )

@@ -54,7 +54,7 @@ class Results:
         if isinstance(leaf, (Iterator, Callable, torch.distributions.Distribution)):  # type: ignore[arg-type]
             raise CaptureError(
                 f"capture: output {self.names[number]} is a {type(leaf).__name__}, which a "
-                "program cannot return. Return the tensors it is made of"
+                "program cannot return. Return the tensors it is made of."
             )
         is_known = isinstance(leaf, _CONSTANTS) or is_symbolic(leaf)
         self.constants[number] = leaf if is_known else None
@@ -153,7 +153,7 @@ class Harness(nn.Module):
         if not handed:
             raise CaptureError(
                 f"capture: {self._entry.describe(self.model)}.forward returns no tensor but "
-                f"{type(out).__name__}. Return the loss, the outputs, or a container of them"
+                f"{type(out).__name__}. Return the loss, the outputs, or a container of them."
             )
         self.results = results
         return handed
@@ -220,5 +220,5 @@ def check_output(name: str, leaf: Tensor) -> None:
         layout = str(leaf.layout).removeprefix("torch.")
         raise CaptureError(
             f"capture: output {name} is a {layout} tensor. Return it dense "
-            "(to_dense(), or its values and indices)"
+            "(to_dense(), or its values and indices)."
         )

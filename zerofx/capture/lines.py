@@ -139,14 +139,14 @@ def check_call(name: str, args: Any, kwargs: dict[str, Any], line: str) -> None:
     if kwargs.get("generator") is not None:
         raise CaptureError(
             f"capture: {name} draws from a generator of the model's own at {line}. Use torch's "
-            "default generator, whose state a program saves and offsets by rank"
+            "default generator, whose state a program saves and offsets by rank."
         )
     is_write = name.startswith(("__i", "__setitem__")) or (name[-1:] == "_" != name[-2:-1])
     target = args[0] if is_write and args else kwargs.get("out")
     if target is not None and is_outside_trace(target):
         raise CaptureError(
             f"capture: forward changes a tensor in place at {line} that is neither a buffer nor "
-            "made by forward, which a program would not repeat. Register it with register_buffer"
+            "made by forward, which a program would not repeat. Register it with register_buffer."
         )
 
 

@@ -112,7 +112,7 @@ def label_placeholders(gm: fx.GraphModule, names: Names) -> None:
         kind, what = describe_placeholder(node)
         role = _ROLES.get(kind)
         if role is None:
-            raise CaptureError(f"capture: the traced graph has an input of no known role: {what}")
+            raise CaptureError(f"capture: the traced graph has an input of no known role: {what}.")
         name, index = names.place(role, what)
         if role is Role.BUFFER and buffers.setdefault(name, node) is not node:
             node.replace_all_uses_with(buffers[name])
@@ -143,15 +143,15 @@ def label_results(gm: fx.GraphModule, names: Names) -> tuple[OutputInfo, ...]:
             raise CaptureError(
                 f"capture: forward changes the parameter {str(what).removeprefix(_PREFIX)} in "
                 f"place{f' at {line}' if line else ''}. Make it a buffer, or update it after "
-                "optimizer.step()"
+                "optimizer.step()."
             )
         if role is None:
-            raise CaptureError(f"capture: the traced graph returns what has no known role: {what}")
+            raise CaptureError(f"capture: the traced graph returns what has no known role: {what}.")
         infos.append(OutputInfo(role, *names.place(role, what)))
         if role is Role.GRAD and value(node).layout is not torch.strided:
             raise CaptureError(
                 f"capture: the gradient of {infos[-1].name} is sparse and has no fixed size (from "
-                f"{info(node).line}). Use the embedding with sparse=False"
+                f"{info(node).line}). Use the embedding with sparse=False."
             )
         kept.append(node)
     output.args = (tuple(kept),)

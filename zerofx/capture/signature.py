@@ -86,7 +86,7 @@ def _open_key(value: Any) -> Any:
             return type(value), _key((value.func, value.args, value.keywords))
         hash(value)
         if has_hidden_state(value):
-            raise TypeError("its key would not change with it")
+            raise TypeError("its key would not change with it.")
         return type(value), value
     return type(value), tuple(names), tuple([_key(v) for v in leaves])
 
@@ -133,7 +133,7 @@ def _unhashable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Exception:
             check_constant(trees.call_name(name), leaf)
     except CaptureError as error:
         return error
-    return CaptureError("capture: an argument has a key that cannot be hashed")
+    return CaptureError("capture: an argument has a key that cannot be hashed.")
 
 
 def describe_difference(new: Signature, old: Signature, state: ModelState) -> str:

@@ -49,7 +49,7 @@ def _matching(model: nn.Module, patterns: str | Sequence[str]) -> list[str]:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise CaptureError(
                 f"units: no module of {type(model).__name__} matches {pattern!r}. "
-                f"Its modules are {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+                f"Its modules are {', '.join(names[:8])}{' and others' if len(names) > 8 else ''}."
             )
     found: list[str] = []
     for name in names:

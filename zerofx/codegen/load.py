@@ -34,7 +34,7 @@ from zerofx.codegen.placed_calls import NAME as PLACEMENTS
 from zerofx.codegen.placed_calls import Placements, read_placements
 from zerofx.compat.graphs import pytree
 from zerofx.compat.tracing import Symbols, is_symbolic, new_fake_mode
-from zerofx.errors import ProgramError, ZerofxError
+from zerofx.errors import ProgramError, ZerofxError, as_sentence
 from zerofx.ir.meta import OutputInfo, Phase, Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Calling, Entry, Fact, ParamInfo, Planned, Unproved
 from zerofx.ir.settle import Written, settle
@@ -88,16 +88,16 @@ def read_directory(directory: Path) -> Emitted:
     if facts["torch"] != torch.__version__:
         log.warning(
             "%s was emitted with torch %s, this is %s: its regions are compiled again, and bits "
-            "may differ", directory, facts["torch"], torch.__version__,
+            "may differ.", directory, facts["torch"], torch.__version__,
         )  # fmt: skip
     if "plan.yaml" in edited:
-        log.warning("%s: plan.yaml was edited, but the schedule is not regenerated", directory)
+        log.warning("%s: plan.yaml was edited, but the schedule is not regenerated.", directory)
     return Emitted(directory, facts, tuple(edited))
 
 
 def _broken(path: Path, what: str) -> ProgramError:
     return ProgramError(
-        f"{path} {what}. Restore it, or write the directory again with program.emit(directory)"
+        f"{path} {what}. Restore it, or write the directory again with program.emit(directory)."
     )
 
 
@@ -108,7 +108,7 @@ def _read_facts(directory: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise ProgramError(
             f"{directory} holds no emitted program: {FINGERPRINT} is missing. "
-            "Write one with program.emit(directory)"
+            "Write one with program.emit(directory)."
         ) from None
     except OSError as error:
         raise _broken(path, f"cannot be read: {error.strerror}") from None
@@ -117,7 +117,7 @@ def _read_facts(directory: Path) -> dict[str, Any]:
     found = facts.get("format") if isinstance(facts, dict) else None
     if found != FORMAT:
         raise ProgramError(
-            f"{path} is of format {found!r}. This zerofx reads {FORMAT}. Emit the program again"
+            f"{path} is of format {found!r}. This zerofx reads {FORMAT}. Emit the program again."
         )
     try:
         return check_facts(facts)
@@ -192,7 +192,7 @@ def _function(path: Path) -> Callable[[list[Any]], Any]:
     function = getattr(import_file(path, f"zerofx_region_{path.stem}"), path.stem, None)
     if not callable(function):
         raise ProgramError(
-            f"{path} has no function {path.stem}. Restore it, or emit the program again"
+            f"{path} has no function {path.stem}. Restore it, or emit the program again."
         )
     return function
 
@@ -206,14 +206,14 @@ class _Regions:
     def __getattr__(self, name: str) -> Callable[[list[Any]], Any]:
         if name not in self._files.functions:
             known = ", ".join(self._files.functions)
-            raise ProgramError(f"schedule.py: regions/{name}.py is missing. There are {known}")
+            raise ProgramError(f"schedule.py: regions/{name}.py is missing. There are {known}.")
         return lambda args: self._run(name, args)
 
     def _run(self, name: str, args: list[Any]) -> Any:
         recorder = self._files.now()
         if type(args) is not list:
             kind = type(args).__name__
-            raise recorder.refuse(f"{name} takes one list, which it empties. This is a {kind}")
+            raise recorder.refuse(f"{name} takes one list, which it empties. This is a {kind}.")
         for arg in args:
             if not is_symbolic(arg):
                 recorder.node(arg, f"an argument of {name}")
@@ -230,7 +230,7 @@ class _Kernels:
     def __getattr__(self, name: str) -> Callable[..., Any]:
         function = getattr(self._module, name, None)
         if not callable(function):
-            raise self._files.now().refuse(f"kernels.py has no function {name}")
+            raise self._files.now().refuse(f"kernels.py has no function {name}.")
         return lambda *args: self._run(function, args)
 
     def _run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -248,7 +248,7 @@ class _Constants:
     def __getattr__(self, name: str) -> Tensor:
         held = getattr(self._module, name, None)
         if not isinstance(held, Tensor):
-            raise self._files.now().refuse(f"constants.py has no tensor {name}")
+            raise self._files.now().refuse(f"constants.py has no tensor {name}.")
         return self._files.now().constant(name, held)
 
 
@@ -324,7 +324,7 @@ class Reading:
             if not isinstance(returned, list):
                 raise recorder.refuse(
                     f"backward gives a {type(returned).__name__}, and not the list of the "
-                    "gradients of inputs, which it returns, or yields at its pause"
+                    "gradients of inputs, which it returns, or yields at its pause."
                 )
             specs = self._specs(BACKWARD)
             results = self._match(recorder, specs, Role.INPUT_GRAD, returned)
@@ -337,7 +337,7 @@ class Reading:
         """Run both parts of a backward that pauses; return what the first one hands out."""
         handed = next(parts, None)
         for _ in parts:
-            raise recorder.refuse("backward yields twice. It pauses once")
+            raise recorder.refuse("backward yields twice. It pauses once.")
         return handed
 
     @contextmanager
@@ -407,7 +407,7 @@ class Reading:
 
     def _lists(self, recorder: Recorder, returned: Any) -> tuple[list, list, list]:
         if not isinstance(returned, tuple) or len(returned) != 3:
-            raise recorder.refuse("forward returns three lists: outputs, updates, saved values")
+            raise recorder.refuse("forward returns three lists: outputs, updates, saved values.")
         return returned  # type: ignore[return-value]
 
     def _match(
@@ -418,7 +418,7 @@ class Reading:
         mine = [s for role in wanted for s in specs if s.role is role]
         what = " and ".join(f"{r.value}s" for r in wanted)
         if len(mine) != len(values):
-            raise recorder.refuse(f"{len(values)} {what} are returned. The program has {len(mine)}")
+            raise recorder.refuse(f"{len(values)} {what} are returned, not {len(mine)}.")
         return [
             (spec, None if v is None else recorder.node(v, f"{spec.role.value} {spec.name}"))
             for spec, v in zip(mine, values, strict=True)
@@ -520,7 +520,7 @@ def load(directory: str | os.PathLike[str], allow_changed_math: bool = False) ->
             raise
         raise ProgramError(
             f"{emitted.directory}: its files are inconsistent ({_said(error)}). Edited: "
-            f"{', '.join(emitted.edited)}. Restore them, or emit the program again"
+            f"{', '.join(emitted.edited)}. Restore them, or emit the program again."
         ) from error
 
 
@@ -580,7 +580,7 @@ def _verify(program: Planned, emitted: Emitted, placements: Placements | None) -
     except ProgramError as error:
         what, _, lines = str(error).partition("\n")
         if emitted.edited:
-            what += f". Edited: {', '.join(emitted.edited)}"
+            what = f"{as_sentence(what)} Edited: {', '.join(emitted.edited)}."
         raise ProgramError(f"{emitted.directory}: {what}\n{lines}") from None
 
 
@@ -589,7 +589,7 @@ def _graph_function(emitted: Emitted, module: ModuleType, name: str) -> Callable
     if not callable(function):
         raise ProgramError(
             f"{emitted.directory / 'schedule.py'} has no function {name}: it is truncated. "
-            "Restore it, or write the directory again with program.emit(directory)"
+            "Restore it, or write the directory again with program.emit(directory)."
         )
     return function
 
@@ -650,7 +650,7 @@ def _unfit(program: Planned, what: str) -> ProgramError:
     where = program.directory or program.model_name
     return ProgramError(
         f"{where} does not fit this model: {what}. Emit a program of this model under its plan "
-        "(model.programs[0].emit(directory)) and edit that"
+        "(model.programs[0].emit(directory)) and edit that."
     )
 
 

@@ -56,7 +56,7 @@ class Calls:
             if spec.call == name:
                 return partial(spec.read or partial(read_plainly, spec), self)
         known = sorted(spec.call for spec in specs())
-        raise self.refuse(f"the engine has no call {name}. It has {', '.join(known)}")
+        raise self.refuse(f"the engine has no call {name}. It has {', '.join(known)}.")
 
     @property
     def graph(self) -> fx.Graph:
@@ -116,17 +116,17 @@ class Calls:
         """
         num = len(self.layout.buckets)
         if type(bucket) is not int or not 0 <= bucket < num:
-            raise self.refuse(f"bucket {bucket!r} is none of the layout's {num}")
+            raise self.refuse(f"bucket {bucket!r} is none of the layout's {num}.")
         return self.layout.buckets[bucket]
 
     def members(self, bucket: int, params: tuple[int, ...]) -> list[Any]:
         """Return the parameters at these positions of a bucket."""
         held = self.bucket(bucket).params
         if not isinstance(params, tuple):
-            raise self.refuse(f"positions of parameters are a tuple. This is {params!r}")
+            raise self.refuse(f"positions of parameters are a tuple. This is {params!r}.")
         if wrong := [i for i in params if type(i) is not int or not 0 <= i < len(held)]:
             raise self.refuse(
-                f"position {wrong[0]!r} is none of the {len(held)} parameters of bucket {bucket}"
+                f"position {wrong[0]!r} is none of the {len(held)} parameters of bucket {bucket}."
             )
         return [held[i] for i in params]
 
@@ -137,7 +137,7 @@ def read_plainly(spec: OpSpec, r: Calls, *given: Any, **named: Any) -> Any:
     names = argument_names(target)
     at = {**dict(zip(names, given, strict=False)), **named}
     if unknown := [k for k in at if k not in names]:
-        raise r.refuse(f"rt.{spec.call} has no argument {unknown[0]}")
+        raise r.refuse(f"rt.{spec.call} has no argument {unknown[0]}.")
     taken = {k: _taken(r, k, v) for k, v in at.items()}
     positional = list(takewhile(lambda k: k in taken, names))
     rest = {k: v for k, v in taken.items() if k not in positional}
@@ -171,7 +171,7 @@ class Shards:
         if index not in self._made:
             num = len(self._layout.buckets)
             if type(index) is not int or not 0 <= index < num:
-                raise self._recorder.refuse(f"shards[{index!r}] is none of the layout's {num}")
+                raise self._recorder.refuse(f"shards[{index!r}] is none of the layout's {num}.")
             self._made[index] = self._make(self._layout.buckets[index])
         return self._made[index]
 

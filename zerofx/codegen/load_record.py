@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         """
         found = self._of.get(id(made))
         if found is None:
-            raise self.refuse(f"{what} is {_describe(made)}, which this function did not compute")
+            raise self.refuse(f"{what} is {_describe(made)}, which this function did not compute.")
         return found[1]
 
     def refuse(self, message: str) -> ProgramError:
@@ -165,7 +165,7 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
         if schema_of(func).is_mutable:
-            raise self.refuse(f"{func} writes in place. Emitted files compute new values only")
+            raise self.refuse(f"{func} writes in place. Emitted files compute new values only.")
         results = made if isinstance(made, (tuple, list)) else [made]
         if not any(isinstance(r, Tensor) for r in results):
             return

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from zerofx.errors import PlanError, ProgramError
+from zerofx.errors import PlanError, ProgramError, as_sentence
 from zerofx.ir.program import Planned
 from zerofx.ir.verify import check_moves
 from zerofx.policy import reduction, schedules
@@ -110,12 +110,12 @@ class _MoveCollector:
         if hop is None:
             raise ProgramError(
                 f"{verb}: no value {name} goes from stage {source} to stage {target}. There are "
-                f"{', '.join(f'{n} ({a} to {b})' for n, a, b in self._hops)}"
+                f"{', '.join(f'{n} ({a} to {b})' for n, a, b in self._hops)}."
             )
         mine, other = (target, source) if verb == "receive" else (source, target)
         if mine % self._size != self._rank or other % self._size == self._rank:
             raise ProgramError(
-                f"{verb} of {name} from stage {source} to stage {target}: it is not for this rank"
+                f"{verb} of {name} from stage {source} to stage {target}: it is not for this rank."
             )
         return hop
 
@@ -153,19 +153,19 @@ def read_moves(program: Planned, text: str, path: Path | None = None) -> tuple[P
         pauses = [len(recorder.moves) for _ in step(recorder) or ()]
         _check_pauses(program, recorder.moves, pauses)
     except ProgramError as error:
-        raise ProgramError(f"{where}{_at(error, where)}: {error}") from error
+        raise ProgramError(f"{where}{_at(error, where)}: {as_sentence(error)}") from error
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         raise ProgramError(
             f"{where}{_at(error, where)}: {said}. The file has a number MICRO_BATCHES, and a "
-            "function step(rt) that calls receive, forward, send and backward of rt"
+            "function step(rt) that calls receive, forward, send and backward of rt."
         ) from error
     done = moves_of_all(program, num)
     done[_rank(program)] = tuple(recorder.moves)
     try:
         check_moves(program, done, num, _puts_off(program))
     except ProgramError as error:
-        raise ProgramError(f"{where}: {error}") from error
+        raise ProgramError(f"{where}: {as_sentence(error)}") from error
     return tuple(recorder.moves)
 
 
@@ -176,17 +176,19 @@ def _check_pauses(program: Planned, moves: Sequence[PipelineMove], pauses: Seque
     """
     if not program.has_loss_outside:
         if pauses:
-            raise ProgramError("it has a yield, but forward returns the loss, and nothing waits")
+            raise ProgramError("it has a yield, but forward returns the loss, and nothing waits.")
         return
     if len(pauses) != 1:
         raise ProgramError(
             f"it has {len(pauses)} times yield. The caller computes the loss, so that the step "
-            "waits for it once, between the last forward and the first backward"
+            "waits for it once, between the last forward and the first backward."
         )
     for i, move in enumerate(moves):
         if move.is_of_backward != (i >= pauses[0]):
             side = "before" if i < pauses[0] else "after"
-            raise ProgramError(f"{move}: it comes {side} yield, where the caller computes the loss")
+            raise ProgramError(
+                f"{move}: it comes {side} yield, where the caller computes the loss."
+            )
 
 
 def _at(error: BaseException, where: str) -> str:
@@ -199,7 +201,7 @@ def _functions(text: str, where: str) -> tuple[int, Callable[[Any], Iterator[Non
     exec(compile(text, where, "exec"), found)  # as schedule.py is: Python that is executed
     num, step = found.get("MICRO_BATCHES"), found.get("step")
     if not isinstance(num, int) or num < 1 or not callable(step):
-        raise ProgramError("MICRO_BATCHES or step is missing")
+        raise ProgramError("MICRO_BATCHES or step is missing.")
     return num, step
 
 
@@ -221,7 +223,7 @@ class Steps:
                 raise PlanError(
                     f"{self._program.directory / NAME} is for {next(iter(self._known))} "  # type: ignore[operator]
                     f"micro-batches, and the batch is cut into {num}. Give a batch and "
-                    "Plan.parallel.micro_batches that fit it"
+                    "Plan.parallel.micro_batches that fit it."
                 )
             text = render_moves(self._program, num)
             read_moves(self._program, text)

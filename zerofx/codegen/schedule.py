@@ -111,7 +111,7 @@ def constants_source(program: Planned) -> str:
                 raise CaptureError(
                     f"{program.model_name}.forward reads a tensor of shape {list(held.shape)} "
                     f"({info(node).line}) that has no values (it is on meta) and is no buffer. "
-                    "Register it with register_buffer, or make it inside forward"
+                    "Register it with register_buffer, or make it inside forward."
                 )
             found[constant_name(node)] = _written(held, value(node).device.type)
     if not found:

@@ -130,7 +130,7 @@ def literal(value: Any, names: dict[fx.Node, str]) -> str:
         return "None"
     raise CaptureError(
         f"a graph argument of type {type(value).__name__} ({value!r}) cannot be written as source. "
-        "Pass it as a tensor or a Python number instead"
+        "Pass it as a tensor or a Python number instead."
     )
 
 

@@ -30,7 +30,7 @@ from zerofx.comm.differences import describe_difference, describe_graphs
 from zerofx.comm.flight_recorder import FlightRecorder
 from zerofx.comm.hosts import Break, HostLink
 from zerofx.comm.meeting import store_errors
-from zerofx.errors import DesyncError
+from zerofx.errors import DesyncError, as_sentence
 
 T = TypeVar("T")
 _SAME, _DIFFERENT = "same", "different"  # results of comparing the hosts
@@ -93,7 +93,7 @@ class Agreement:
             DesyncError: a rank announced something else, left, died, or did not arrive in time.
         """
         if self._failure is not None:
-            raise DesyncError(f"{what} cannot run: {self._failure}")
+            raise DesyncError(f"{what} cannot run: {as_sentence(self._failure)}")
         if self.has_broken_off:  # this differs from ranks that finished the previous call
             digest = _AFTER_A_BREAK + digest
         self.call += 1
@@ -350,10 +350,10 @@ class Agreement:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
             if stopped := self.stopped():
                 lost += f". {stopped}"
-            rule = ". Every rank must make as many calls, and use several models in the same order"
+            rule = " Every rank must make as many calls, and use several models in the same order."
         if lost is not None:
-            here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})"
-            raise self.fail(f"{lost}. {here[0].upper()}{here[1:]}{rule}")
+            here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})."
+            raise self.fail(f"{as_sentence(lost)} {here[0].upper()}{here[1:]}{rule}")
 
     def _groups(self) -> dict[Entry, list[int]]:
         """Return each announcement of this call with its ranks, after waiting for late ones."""
@@ -396,7 +396,7 @@ class Agreement:
         for row, rank in enumerate(self.ranks):
             reason = self.board.broke_off(row, self.call - 1)
             if reason is not None:
-                message += f". Rank {rank} broke off call {self.call - 1}: {reason}"
+                message += f" Rank {rank} broke off call {self.call - 1}: {as_sentence(reason)}"
         self._differing = groups
         raise DesyncError(message)
 
@@ -449,7 +449,7 @@ class Letters:
             self._store.set(keys[self._rank], base64.b64encode(letter).decode())
             while not self._store.check(keys):
                 if (lost := self._lost()) is not None and not self._store.check(keys):
-                    raise DesyncError(lost)
+                    raise DesyncError(as_sentence(lost))
                 time.sleep(nap)
                 nap = min(longest, nap * 1.5)
             found = [base64.b64decode(text) for text in self._store.multi_get(keys)]

@@ -127,11 +127,11 @@ class Axis:
 
     def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
         """Send `buf` to rank `to` of this axis, which receives the same number of bytes."""
-        raise AssertionError(f"{label}: an axis of one rank sends nothing")
+        raise AssertionError(f"{label}: an axis of one rank sends nothing.")
 
     def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
         """Fill `buf` with the next message of its size from rank `source` of this axis."""
-        raise AssertionError(f"{label}: an axis of one rank receives nothing")
+        raise AssertionError(f"{label}: an axis of one rank receives nothing.")
 
     def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
         """Send `leaving` to the next rank, and fill `landing` with the previous rank's.

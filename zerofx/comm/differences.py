@@ -57,7 +57,8 @@ def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Publis
     return (
         f"{name_ranks(groups[odd])} about to run {odd.what} (call {call}) with {here} while "
         f"{name_ranks(groups[common], 'runs', 'run')} it with {there}, from inputs of equal sizes. "
-        "Every rank must run the same model in the same mode (train() or eval(), frozen parameters)"
+        "Every rank must run the same model in the same mode (train() or eval(), frozen "
+        "parameters)."
     )
 
 
@@ -130,24 +131,24 @@ _PARAMETER, _STEPS = "parameter ", "optimizer steps"
 # Start of the name of a differing item -> what ranks must have in common; the first match counts.
 _RULES = {
     _PARAMETER: "Every rank must build the same model: the same layers, sizes, dtypes and frozen "
-    "parameters",
-    "plan.": "Every rank must be given the same plan",
+    "parameters.",
+    "plan.": "Every rank must be given the same plan.",
     _STEPS: "Every rank must step its optimizer after the same calls, with the same "
-    "class and options",
-    "optimizer": "Every rank must make the same optimizer with the same options",
-    "param_groups": "Every rank must have the same parameter groups with the same options",
-    "torch": "Every host must have the same version of torch",
-    "deterministic": "Every rank must call torch.use_deterministic_algorithms alike",
-    "no_sync": "Every rank must enter no_sync() for the same batches",
+    "class and options.",
+    "optimizer": "Every rank must make the same optimizer with the same options.",
+    "param_groups": "Every rank must have the same parameter groups with the same options.",
+    "torch": "Every host must have the same version of torch.",
+    "deterministic": "Every rank must call torch.use_deterministic_algorithms alike.",
+    "no_sync": "Every rank must enter no_sync() for the same batches.",
     "adds to gradients": "Every rank must set its gradients to None (zero_grad) after the same "
-    "calls",
-    "inputs_only": "Every rank must ask autograd for the same gradients",
-    "accumulated": "Every rank must ask autograd for the same gradients",
-    "returned": "Every rank must ask autograd for the same gradients",
-    "layout": "Every rank must be given the same plan and machine",
-    "buckets to gather again": "Every rank must write to parameters, load and refresh() alike",
+    "calls.",
+    "inputs_only": "Every rank must ask autograd for the same gradients.",
+    "accumulated": "Every rank must ask autograd for the same gradients.",
+    "returned": "Every rank must ask autograd for the same gradients.",
+    "layout": "Every rank must be given the same plan and machine.",
+    "buckets to gather again": "Every rank must write to parameters, load and refresh() alike.",
 }
-_SAME_CALLS = "Every rank must make the same calls in the same order, with the same model and plan"
+_SAME_CALLS = "Every rank must make the same calls in the same order, with the same model and plan."
 _OF_A_STEP = frozenset({"forward", "backward", "inference"})
 
 
@@ -160,18 +161,18 @@ def _rule(whats: list[str], names: list[str]) -> str:
     kinds = {what.partition(" of ")[0] for what in whats}
     apart = [what for what in whats if what.partition(" of ")[0] not in _OF_A_STEP]
     if kinds == {"zerofx.compile"}:
-        return "Every rank must compile the same model"
+        return "Every rank must compile the same model."
     if kinds == {"forward", "inference"}:
         return (
             "Every rank must call the same model or copy of it, in the same mode (train() or "
-            "eval(), torch.no_grad())"
+            "eval(), torch.no_grad())."
         )
     if kinds == {"forward", "backward"}:
-        return "Every rank must call backward() after the same forwards, for as many batches"
+        return "Every rank must call backward() after the same forwards, for as many batches."
     if len(set(apart)) == 1 and kinds & _OF_A_STEP:
         return (
             f"Every rank must run {apart[0]} at the same point of the loop, also if only one "
-            "rank uses the result"
+            "rank uses the result."
         )
     return _SAME_CALLS
 

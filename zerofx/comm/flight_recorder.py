@@ -108,7 +108,7 @@ class FlightRecorder:
         assert self.path is not None
         log.warning(
             "zerofx: the last calls of this rank are in %s; once all ranks have ended: "
-            "zerofx doctor --postmortem %s", self.path, self.path.parent,
+            "zerofx doctor --postmortem %s.", self.path, self.path.parent,
         )  # fmt: skip
 
     def close(self) -> None:

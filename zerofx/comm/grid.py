@@ -36,7 +36,7 @@ def check_mesh(mesh: Any) -> None:
         raise PlanError(
             f"mesh is a {type(mesh).__name__}, not a DeviceMesh. Pass "
             "torch.distributed.device_mesh.init_device_mesh(device_type, shape), or leave mesh "
-            "out to use all ranks"
+            "out to use all ranks."
         )
     names = mesh.mesh_dim_names
     if mesh.ndim > 2:
@@ -44,7 +44,7 @@ def check_mesh(mesh: Any) -> None:
         which = f"mesh[{', '.join(map(repr, data[:2]))}]" if data else 'mesh["dp"]'
         raise PlanError(
             f"mesh has {mesh.ndim} axes {names}. Pass the 1-D (shard) or 2-D (replicate, shard) "
-            f"submesh that data parallelism runs over, such as {which}"
+            f"submesh that data parallelism runs over, such as {which}."
         )
     if names is None:
         return
@@ -54,13 +54,13 @@ def check_mesh(mesh: Any) -> None:
         fix = f"Pass mesh[{others[0]!r}]" if others else "Pass the mesh's data-parallel axis"
         raise PlanError(
             f"mesh has an axis {wrong[0]!r}, which is not one of data parallelism (axes: {names}). "
-            f"zerofx shards and replicates over data-parallel ranks only. {fix}, or rename the axis"
+            f"zerofx shards and replicates over data-parallel ranks only. {fix}, or rename it."
         )
     if mesh.ndim == 2 and _roles(mesh) is None:
         raise PlanError(
             f"mesh has axes {names}, which do not say over which ranks zerofx replicates and over "
             'which it shards. Name them ("replicate", "shard") or ("dp_replicate", "dp_shard"), '
-            "or pass a mesh without names, whose second axis shards"
+            "or pass a mesh without names, whose second axis shards."
         )
 
 
@@ -121,13 +121,13 @@ def slice_axis(mesh: DeviceMesh | None, marks: Marks) -> SliceAxis | None:
                 + ("mesh is not given" if mesh is None else f"mesh has ranks {_shown(mesh)}")
                 + ". Slice both from one mesh: mesh = init_device_mesh(type, (data, tensor), "
                 'mesh_dim_names=("dp", "tp")), parallelize_module(model, mesh["tp"], ...) and '
-                'zerofx.compile(model, plan, mesh=mesh["dp"])'
+                'zerofx.compile(model, plan, mesh=mesh["dp"]).'
             )
         if name in marks.cuts and by_tensors and mine != by_tensors:
             raise PlanError(
                 f"{name} is a slice over the mesh axis {mine[0].name}, and other parameters are "
                 f"over {by_tensors[0].name}. zerofx takes the slices of one axis. Distribute all "
-                "over one"
+                "over one."
             )
         if name in marks.cuts:
             found = by_tensors = mine
@@ -139,7 +139,7 @@ def slice_axis(mesh: DeviceMesh | None, marks: Marks) -> SliceAxis | None:
             raise PlanError(
                 f"{next(iter(marks.cuts))} is marked as a slice, and mesh was taken from a mesh "
                 f"with the other axes {', '.join(axis.name for axis in found)}. Name the axis of "
-                'the slices "tp" or "tensor"'
+                'the slices "tp" or "tensor".'
             )
         found = named
     return found[0]
@@ -195,14 +195,14 @@ def rank_grid(
             axes = " x ".join(f"{axis} = {n}" for axis, n in said.items() if n > 1)
             raise PlanError(
                 f"Plan.parallel has {axes}, which does not divide the {world} ranks. Start a "
-                f"multiple of {shared} ranks"
+                f"multiple of {shared} ranks."
             )
         size = world // (tensor * pipeline)
         per_group = 1 if replicates else shard_size or size
         if size % per_group:
             raise PlanError(
                 f"shard_axis_size is {per_group}, which does not divide the {size} ranks. "
-                f"Choose one of {[n for n in range(1, size + 1) if size % n == 0]}"
+                f"Choose one of {[n for n in range(1, size + 1) if size % n == 0]}."
             )
         return torch.arange(world).reshape(pipeline, -1, per_group, tensor)
     check_mesh(mesh)
@@ -210,7 +210,7 @@ def rank_grid(
     if dist.get_rank() not in ranks:
         raise PlanError(
             f"this process is rank {dist.get_rank()}, and the mesh has ranks {ranks.tolist()}. "
-            "Call zerofx.compile on the ranks of the mesh only, or pass a mesh that has this one"
+            "Call zerofx.compile on the ranks of the mesh only, or pass a mesh that has this one."
         )
     if replicates:
         return ranks.reshape(1, -1, 1, 1)
@@ -222,13 +222,13 @@ def rank_grid(
         raise PlanError(
             f"mesh has one axis, {mesh.mesh_dim_names[0]!r}, of {ranks.numel()} replicas, and no "
             "axis to shard over. Use Plan(stage=0) to replicate over it, or pass a mesh with a "
-            'shard axis, such as mesh["dp_replicate", "dp_shard"]'
+            'shard axis, such as mesh["dp_replicate", "dp_shard"].'
         )
     else:
         grid = ranks.reshape(1, -1)
     if shard_size not in (None, grid.shape[1]):
         raise PlanError(
             f"shard_axis_size is {shard_size} but the mesh's shard axis has {grid.shape[1]} "
-            "ranks. Leave one of the two out"
+            "ranks. Leave one of the two out."
         )
     return grid[None, ..., None]

@@ -41,7 +41,7 @@ from zerofx.comm.meeting import (
 from zerofx.comm.nccl import NcclAxis
 from zerofx.comm.watchdog import HostWatchdog, StreamWatchdog, last_resort_s
 from zerofx.compat.groups import default_store, set_timeout, store_of_job
-from zerofx.errors import DesyncError, PlanError
+from zerofx.errors import DesyncError, PlanError, as_sentence
 from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE
 
 log = logging.getLogger("zerofx")
@@ -80,7 +80,7 @@ def place(device: torch.device | str | None, mesh: DeviceMesh | None = None) -> 
         if kind not in (None, found.type):
             raise PlanError(
                 f"device is {str(found)!r} but mesh is a mesh of {kind!r} devices. Leave device "
-                f"out, or make the mesh with init_device_mesh({found.type!r}, ...)"
+                f"out, or make the mesh with init_device_mesh({found.type!r}, ...)."
             )
         return found
     on_cuda = torch.cuda.is_available()
@@ -99,14 +99,14 @@ def _device(device: torch.device | str) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise PlanError(
             f"device = {device!r} is not a device of torch. Use 'cpu', 'cuda' or 'cuda:0', or "
-            "leave device out"
+            "leave device out."
         ) from error
     if found.type == "cuda":
         num = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (found.index or 0) >= num:
             raise PlanError(
                 f"device = {str(found)!r} does not exist. torch sees {num} CUDA devices on this "
-                "machine. Use one of these, or device='cpu'"
+                "machine. Use one of these, or device='cpu'."
             )
         if found.index is None:
             return torch.device("cuda", torch.cuda.current_device())
@@ -310,14 +310,14 @@ class _Job:
         where = "{}:{}".format(*self._address)
         if serves:
             return (
-                f"rank 0 cannot serve the store of the job at {where}: {error}. End the process "
-                "that holds the port, or set MASTER_PORT to another one on all ranks"
+                f"rank 0 cannot serve the store of the job at {where}: {as_sentence(error)} End "
+                "the process that holds the port, or set MASTER_PORT to another one on all ranks."
             )
         server = "torchrun" if self._uses_agent else "rank 0"
         return (
             f"{server}, which serves the store of the job at {where}, did not answer rank "
             f"{self._rank} within {waited_s:g} s (ZEROFX_TIMEOUT_S). Check MASTER_ADDR and "
-            f"MASTER_PORT, and that rank 0 was started: {error}"
+            f"MASTER_PORT, and that rank 0 was started: {as_sentence(error)}"
         )
 
 

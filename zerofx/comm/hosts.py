@@ -20,7 +20,7 @@ from typing import Any
 
 from zerofx.comm.board import ABSENT, ROW_BYTES, Entry, MemoryBoard
 from zerofx.comm.meeting import BoundedStore, Meeting, store_errors, store_gone
-from zerofx.errors import DesyncError
+from zerofx.errors import DesyncError, as_sentence
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
 _SHARED_MEMORY = "/dev/shm"
@@ -108,7 +108,7 @@ class HostLink:
             keys = [self._key(call, host) for host in range(len(self._hosts))]
             *texts, failure = self._store.multi_get([*keys, "failure"])
         if failure:
-            raise DesyncError(failure.decode())
+            raise DesyncError(as_sentence(failure.decode()))
         for text in texts:
             said: dict[bytes, list[str]] = {}
             for packed, ranks, texts in json.loads(text):
@@ -243,7 +243,7 @@ def _sign_in(meeting: Meeting, ranks: list[int], path: str) -> MemoryBoard:
         if now - started > meeting.limit_s:
             raise meeting.fail(
                 f"{meeting.name(absent)} did not reach rank {meeting.rank}'s board within "
-                f"{meeting.limit_s:g} s (ZEROFX_TIMEOUT_S)"
+                f"{meeting.limit_s:g} s (ZEROFX_TIMEOUT_S)."
             )
         time.sleep(1e-3)
     return board

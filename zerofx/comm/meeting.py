@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from zerofx.comm.differences import name_ranks
-from zerofx.errors import DesyncError, PlanError
+from zerofx.errors import DesyncError, PlanError, as_sentence
 
 T = TypeVar("T")
 STORE_GONE = "the store of the job no longer answers (the process that serves it has ended)"
@@ -58,7 +58,7 @@ def from_environment(name: str, least: int, most: int, default: int | None = Non
     if not is_number or not least <= int(text) <= most:
         raise PlanError(
             f"{name} is {text[:_MOST_DIGITS]!r}. It must be a whole number from {least} to {most}. "
-            "Launch the ranks with torchrun, or set it on every rank"
+            "Launch the ranks with torchrun, or set it on every rank."
         )
     return int(text)
 
@@ -145,7 +145,7 @@ def within(
     until = time.monotonic() + limit_s
     while not ended.wait(limit_s if look is None else min(limit_s, _LOOK_S)):
         if time.monotonic() >= until:
-            raise TimeoutError(f"no answer within {limit_s:.1f} s")
+            raise TimeoutError(f"no answer within {limit_s:.1f} s.")
         if look is not None:
             look()
     if errors:
@@ -218,12 +218,12 @@ class Meeting:
         with store_errors():
             told = self.store.get("raised").decode() if self.store.check(["raised"]) else None
         if told is not None:
-            raise DesyncError(f"{told}. Rank {self.rank} waited for it to start up")
+            raise DesyncError(f"{as_sentence(told)} Rank {self.rank} waited for it to start up.")
         if time.monotonic() - self._looked < _LOOK_S:
             return
         lost, self._looked = self.lost(), time.monotonic()
         if lost is not None:
-            raise self.fail(f"{lost}. Rank {self.rank} waits for it to start up")
+            raise self.fail(f"{as_sentence(lost)} Rank {self.rank} waits for it to start up.")
 
     @contextlib.contextmanager
     def making(self, what: str, ranks: Sequence[int] | None = None) -> Iterator[None]:
@@ -275,10 +275,10 @@ class Meeting:
             self.check()
         doing = f"while rank {self.rank} was making {what}, for {waited_s:.1f} s"
         if missing:
-            return self.fail(f"{self.name(missing)} did not take part {doing} (ZEROFX_TIMEOUT_S)")
+            return self.fail(f"{self.name(missing)} did not take part {doing} (ZEROFX_TIMEOUT_S).")
         return self.fail(
-            f"every rank came {doing}, but they could not be connected: {error}. Check the "
-            "..._SOCKET_IFNAME variables and the network between the hosts"
+            f"every rank came {doing}, but they could not be connected: {as_sentence(error)} Check "
+            "the ..._SOCKET_IFNAME variables and the network between the hosts."
         )
 
     def _await(self, key: str, topic: str, source: int | None = None) -> None:
@@ -296,7 +296,7 @@ class Meeting:
                 raise self.fail(
                     f"{late} did not come within "
                     f"{self.limit_s:g} s (ZEROFX_TIMEOUT_S). Rank {self.rank} waits for it to "
-                    "start up"
+                    "start up."
                 )
             time.sleep(nap)
             nap = min(longest, nap * 1.5)
@@ -320,7 +320,7 @@ def store_errors() -> Iterator[None]:
     except DesyncError:
         raise
     except RuntimeError as error:
-        raise DesyncError(f"{store_gone()}: {error}") from error
+        raise DesyncError(f"{store_gone()}: {as_sentence(error)}") from error
 
 
 def store_gone() -> str:

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from zerofx.comm.world import World
-from zerofx.errors import DesyncError, ZerofxError
+from zerofx.errors import DesyncError, ZerofxError, as_sentence
 
 T = TypeVar("T")
 
@@ -130,5 +130,5 @@ def _describe(problem: Exception) -> str:
         return str(problem)
     if isinstance(problem, OSError):
         where = f"{problem.filename}: " if problem.filename else ""
-        return f"{where}{problem.strerror or problem}"
-    return f"{type(problem).__name__}: {problem}"
+        return as_sentence(f"{where}{problem.strerror or problem}")
+    return as_sentence(f"{type(problem).__name__}: {problem}")

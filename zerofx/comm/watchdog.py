@@ -20,7 +20,7 @@ from typing import Any
 
 from zerofx.comm.agreement import Agreement
 from zerofx.comm.differences import name_ranks
-from zerofx.errors import DesyncError
+from zerofx.errors import DesyncError, as_sentence
 
 log = logging.getLogger("zerofx")
 Waiting = tuple[int, str]
@@ -109,7 +109,7 @@ class Watchdog(ABC):
         here = self._here(label)
         lost = agreement.lost(number)
         if lost is not None:
-            return f"{lost}. {here[0].upper()}{here[1:]}"
+            return f"{as_sentence(lost)} {here[0].upper()}{here[1:]}."
         for row, rank in enumerate(agreement.ranks):
             if board.call(row) > agreement.call and board.launched(row) < number:
                 entry = board.entry(row, board.call(row))
@@ -117,10 +117,11 @@ class Watchdog(ABC):
                 reason = board.broke_off(row, agreement.call)
                 if reason is not None:
                     doing += f", after {reason},"
-                return f"{agreement.name(rank)} is about to run {doing} while {here}"
+                return f"{agreement.name(rank)} is about to run {doing} while {here}."
         if waited_s < agreement.timeout_s:
             return None
-        return f"{here}: {self._absent(number)} within {agreement.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+        limit = f"{agreement.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
+        return f"{here}: {self._absent(number)} within {limit}."
 
     def _here(self, label: str) -> str:
         agreement = self.agreement
@@ -160,7 +161,7 @@ class Watchdog(ABC):
         except Exception as error:
             if waited_s < self.agreement.timeout_s:
                 raise
-            problem = f"rank {self.agreement.rank} waits, and its watchdog fails: {error!r}"
+            problem = f"rank {self.agreement.rank} waits, and its watchdog fails: {error!r}."
         if problem is not None:
             self._diagnosis = self.agreement.fail(problem)
             self._interrupt()
@@ -189,9 +190,10 @@ class Watchdog(ABC):
         while self._diagnosis is None and time.monotonic() < deadline:
             lost = agreement.lost(number, broken=True)
             if lost is not None:
-                return agreement.fail(f"{lost}. {here[0].upper()}{here[1:]}")
+                return agreement.fail(f"{as_sentence(lost)} {here[0].upper()}{here[1:]}.")
             time.sleep(0.02)
-        return self._diagnosis or agreement.fail(f"{here}, and the transfer failed: {error}")
+        said = as_sentence(error)
+        return self._diagnosis or agreement.fail(f"{here}, and the transfer failed: {said}")
 
 
 class HostWatchdog(Watchdog):
@@ -281,4 +283,4 @@ class _Round:
         """Log the error of a look, but only once while it repeats."""
         if repr(error) != self._reported:
             self._reported = repr(error)
-            log.warning("zerofx: the watchdog failed to check the ranks: %r", error)
+            log.warning("zerofx: the watchdog failed to check the ranks: %r.", error)

@@ -159,19 +159,19 @@ class World:
             if mesh is not None:
                 raise PlanError(
                     "mesh was given, but this process has no process group. Launch it with "
-                    "torchrun, or leave mesh out"
+                    "torchrun, or leave mesh out."
                 )
             sizes = {"tensor": tensor, "pipeline": pipeline, CONTEXT: context}
             for axis, size in sizes.items():
                 if size > 1:
                     raise PlanError(
                         f"Plan.parallel.{axis} is {size} but this is a single process. Launch "
-                        "it with torchrun, or leave parallel out"
+                        "it with torchrun, or leave parallel out."
                     )
             if shard_size not in (None, 1):
                 raise PlanError(
                     f"shard_axis_size is {shard_size} but this is a single process. Launch it with "
-                    "torchrun, or leave shard_axis_size out"
+                    "torchrun, or leave shard_axis_size out."
                 )
             return cls.single(device)
         grid = rank_grid(mesh, shard_size, replicates, tensor, pipeline, context)

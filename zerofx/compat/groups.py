@@ -104,7 +104,7 @@ def _operator(op: Any) -> str:
         if op == getattr(ReduceOp, name):
             return functional
     raise NotImplementedError(
-        f"{getattr(op, 'op', op)} has no functional collective. Use one of {', '.join(names)}"
+        f"{getattr(op, 'op', op)} has no functional collective. Use one of {', '.join(names)}."
     )
 
 
@@ -116,7 +116,9 @@ def _wait(value: torch.Tensor) -> torch.Tensor:
 def _fill(out: torch.Tensor, value: torch.Tensor) -> None:
     """Write a result as a collective does: autograd does not see it, and formats must be equal."""
     if out.dtype != value.dtype:
-        raise RuntimeError(f"a collective of {value.dtype} cannot write to a tensor of {out.dtype}")
+        raise RuntimeError(
+            f"a collective of {value.dtype} cannot write to a tensor of {out.dtype}."
+        )
     out.detach().copy_(value.view(out.shape))
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from zerofx.errors import PlanError, UnpricedError
+from zerofx.errors import PlanError, UnpricedError, as_sentence
 from zerofx.hardware.curve import Curve, Table, read_curves
 from zerofx.plan.fields import (
     check_names,
@@ -392,7 +392,7 @@ def _from_file(path: Path, above: tuple[Path, ...], what: str) -> Hardware:
             given["sources"] = {**_given_in(path, given), **_mapping("sources", given)}
         return Hardware(**_complete(path, given, base, (*above, path), what))
     except PlanError as error:
-        raise PlanError(f"{what} file {path}: {error}") from error
+        raise PlanError(f"{what} file {path}: {as_sentence(error)}") from error
 
 
 def _given_in(path: Path, given: Mapping[str, Any]) -> dict[str, str]:

@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import zerofx
 from zerofx import optim
 from zerofx.comm.groups import StartUp
-from zerofx.errors import ArgumentError, GradientError, OptimizerError, PlanError
+from zerofx.errors import ArgumentError, GradientError, OptimizerError, PlanError, as_sentence
 from zerofx.hardware import Hardware
 from zerofx.integrations.schedules import (
     LRRangeTest,
@@ -453,7 +453,7 @@ class DeepSpeedEngine(nn.Module):
         latest = Path(load_dir) / "latest"
         if tag is None:
             if not latest.is_file():
-                warnings.warn(f"{latest} does not exist, so nothing is loaded", stacklevel=2)
+                warnings.warn(f"{latest} does not exist, so nothing is loaded.", stacklevel=2)
                 return None, None
             tag = latest.read_text(encoding="utf-8").strip()
         path = Path(load_dir) / str(tag)
@@ -545,7 +545,7 @@ def initialize(
     if mesh_param is not None:
         raise ArgumentError(
             "mesh_param was given, but a ds_config has no sequence axis here. Leave it out, and "
-            'divide sequences with zerofx.compile(model, Plan(parallel={"context": 2}))'
+            'divide sequences with zerofx.compile(model, Plan(parallel={"context": 2})).'
         )
     mesh = None if mpu is None else _mesh_of(mpu, model)
     found = _config(args, config, config_params)
@@ -591,19 +591,19 @@ def _mesh_of(mpu: Any, model: nn.Module) -> DeviceMesh | None:
             raise ArgumentError(
                 f"mpu.{name}() is {size}: the model is divided over {size} ranks in a way that "
                 "zerofx does not take from a model. Give a model that is not divided, and let "
-                f'zerofx do it: zerofx.compile(model, Plan(parallel={{"{axis}": {size}}}))'
+                f'zerofx do it: zerofx.compile(model, Plan(parallel={{"{axis}": {size}}})).'
             )
     if not hasattr(mpu, "get_data_parallel_group"):
         raise ArgumentError(
             f"mpu is of type {type(mpu).__name__} and has no get_data_parallel_group(). Give "
-            "Megatron's parallel state, or leave mpu out"
+            "Megatron's parallel state, or leave mpu out."
         )
     slicing = next((name for name in _SLICES if getattr(mpu, f"{name}_world_size", int)() > 1), "")
     if slicing and not marks_of(model).cuts:
         size = getattr(mpu, f"{slicing}_world_size")()
         raise ArgumentError(
             f"mpu.{slicing}_world_size() is {size}, and no parameter of {type(model).__name__} is "
-            f"marked as a slice. {HOW_TO_MARK}"
+            f"marked as a slice. {HOW_TO_MARK}."
         )
     if not dist.is_initialized():
         return None
@@ -634,7 +634,7 @@ def _grid(data: Any, tensor: Any) -> list[list[int]]:
             raise ArgumentError(
                 f"rank {rank} has the data-parallel group {groups[0]} and the model-parallel group "
                 f"{groups[1]} in mpu, and rank 0 has {found[0][0]} and {found[0][1]}. Give an mpu "
-                "whose groups are the rows and the columns of one grid of all ranks"
+                "whose groups are the rows and the columns of one grid of all ranks."
             )
     return grid
 
@@ -692,7 +692,7 @@ def _made(kind: Callable[..., Any], section: str, chosen: Chosen, over: Any) -> 
     except (TypeError, ValueError) as error:
         raise PlanError(
             f"ds_config: {section}.params = {dict(chosen.params)!r} do not fit {chosen.kind}: "
-            f"{error}. Correct them."
+            f"{as_sentence(error)} Correct them."
         ) from error
 
 

@@ -51,7 +51,7 @@ def _check_version() -> None:
         raise ImportError(
             "zerofx.integrations.lightning needs the package lightning, which is not installed. "
             f"Run pip install 'lightning>={wanted}'. (pytorch_lightning is a different package. "
-            "Import lightning.pytorch instead.)"
+            "Import lightning.pytorch instead.)."
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < _OLDEST:
         raise ImportError(
@@ -447,7 +447,7 @@ class ZeroFXFabricStrategy(FabricDDPStrategy):
         if not isinstance(state, Mapping) or not state:
             raise ArgumentError(
                 f"fabric.load of {os.fspath(path)}, a snapshot, needs the state that was saved: "
-                'fabric.load(path, {"model": model, "optimizer": optimizer})'
+                'fabric.load(path, {"model": model, "optimizer": optimizer}).'
             )
         parts = _Parts(state)
         return parts.fill(zerofx.load(path, parts.module, parts.optimizers or None), strict)

@@ -386,7 +386,7 @@ def dump_body(program: Program, level: str = "nodes") -> str:
 
 def check_level(level: str) -> str:
     if level not in LEVELS:
-        raise PlanError(f"dump level {level!r} is unknown. Use one of {', '.join(LEVELS)}")
+        raise PlanError(f"dump level {level!r} is unknown. Use one of {', '.join(LEVELS)}.")
     return level
 
 

@@ -237,7 +237,7 @@ class Order:
                 self._placeholder(node)
             else:
                 if self.paused is not None and info(node).is_random:
-                    self.fail(node, f"{node.name} draws random numbers after {self.paused.name}")
+                    self.fail(node, f"{node.name} draws random numbers after {self.paused.name}.")
                 self._reads(node)
                 if node.op == "output":
                     self._results(node)
@@ -245,7 +245,7 @@ class Order:
                     if spec.in_backward and self.name != BACKWARD:
                         self.fail(
                             node,
-                            f"{node.name} is a gradient op: those belong into backward only",
+                            f"{node.name} is a gradient op: those belong into backward only.",
                         )
                     spec.order(self, node)
                 else:
@@ -268,16 +268,16 @@ class Order:
         sizes = self.program.slot_bytes
         slot, wanted = buffer.slot, nbytes(value(node))
         if not 0 <= slot < len(sizes):
-            self.fail(node, f"{node.name} names slot {slot}. The program has {len(sizes)}")
+            self.fail(node, f"{node.name} names slot {slot}. The program has {len(sizes)}.")
         if wanted > sizes[slot]:
-            self.fail(node, f"{node.name} needs {wanted} bytes. Slot {slot} holds {sizes[slot]}")
+            self.fail(node, f"{node.name} needs {wanted} bytes. Slot {slot} holds {sizes[slot]}.")
         holder = self.slots.get(slot)
         if holder is not None and holder.released is None:
             if holder.in_flight:
                 self.fail(
                     node,
                     f"slots overlap: {node.name} puts {self.label(buffer)} into slot {slot} while "
-                    f"{self.label(holder)} is in flight there. Use another slot, or wait first",
+                    f"{self.label(holder)} is in flight there. Use another slot, or wait first.",
                 )
             holder.taken = node  # wrong only if something still uses what it held
         elif holder is not None:
@@ -291,17 +291,17 @@ class Order:
         index = argument(node, spec.bucket)
         if type(index) is not int or not 0 <= index < len(self.layout.buckets):
             num = len(self.layout.buckets)
-            self.fail(node, f"{node.name} names bucket {index!r}. The layout has {num}")
+            self.fail(node, f"{node.name} names bucket {index!r}. The layout has {num}.")
         return self.layout.buckets[index]
 
     def numel(self, node: fx.Node, wanted: int, of: str) -> None:
         given = argument(node, 2)
         if given != wanted or value(node).numel() != wanted:
-            self.fail(node, f"{node.name} has {given} elements; {of} has {wanted}")
+            self.fail(node, f"{node.name} has {given} elements; {of} has {wanted}.")
 
     def dtype(self, node: fx.Node, wanted: torch.dtype, of: str) -> None:
         if value(node).dtype is not wanted:
-            self.fail(node, f"{node.name} is {value(node).dtype}; {of} is {wanted}")
+            self.fail(node, f"{node.name} is {value(node).dtype}; {of} is {wanted}.")
 
     def own_shard(self, node: fx.Node, bucket: Bucket) -> None:
         """Check that a node receives the shard of its own bucket."""
@@ -311,7 +311,7 @@ class Order:
             self.fail(
                 node,
                 f"{node.name} of bucket {bucket.index} ({bucket.label()}) is given "
-                f"{name_of(shard)}, which is not its shard",
+                f"{name_of(shard)}, which is not its shard.",
             )
 
     def check_landed(self, node: fx.Node, buffer: Buffer) -> None:
@@ -321,7 +321,7 @@ class Order:
             self.fail(
                 node,
                 f"{node.name} waits for {buffer.made.name}, which moves nothing: "
-                f"{first.made.name}, launched before it, does. Wait for that one first",
+                f"{first.made.name}, launched before it, does. Wait for that one first.",
             )
 
     def is_away(self, bucket: Bucket) -> bool:
@@ -359,7 +359,7 @@ class Order:
             self.add(node, Buffer(Holds.SECONDARY, node, self.crossing.secondary[where.index]))
         elif where.role is Role.PARAM:
             if Fact.PARAMS_SHARDED in self.program.facts:
-                self.fail(node, f"{where.name} is read whole, but parameters are sharded")
+                self.fail(node, f"{where.name} is read whole, but parameters are sharded.")
             self.add(node, Buffer(Holds.PARAM, node))
         elif (where.role, where.name) in self._written:
             self.add(node, Buffer(Holds.STATE, node))
@@ -367,14 +367,14 @@ class Order:
     def _shard(self, node: fx.Node, index: int) -> None:
         if not 0 <= index < len(self.layout.buckets):
             num = len(self.layout.buckets)
-            self.fail(node, f"{node.name} is a shard of bucket {index}. The layout has {num}")
+            self.fail(node, f"{node.name} is a shard of bucket {index}. The layout has {num}.")
         bucket = self.layout.buckets[index]
         wanted, given = self.layout.shard_numel(bucket), value(node).numel()
         if given != wanted or value(node).dtype != bucket.dtype:
             self.fail(
                 node,
                 f"{node.name} holds {given} elements of {value(node).dtype}; the shard of bucket "
-                f"{index} has {wanted} of {bucket.dtype}",
+                f"{index} has {wanted} of {bucket.dtype}.",
             )
         self.add(node, Buffer(Holds.SHARD, node, index, is_away=self.is_away(bucket)))
 
@@ -382,7 +382,7 @@ class Order:
     def _reads(self, node: fx.Node) -> None:
         for read in node.all_input_nodes:
             if read not in self.known:
-                self.fail(node, f"{node.name} reads {name_of(read)} before it is computed")
+                self.fail(node, f"{node.name} reads {name_of(read)} before it is computed.")
             is_under_way = kind_of(read) is Kind.LAUNCH
             for buffer in self.roots[read]:
                 is_open = buffer.is_open_to(node) and not is_under_way
@@ -397,43 +397,43 @@ class Order:
             self.fail(
                 node,
                 f"{name_of(node)} reads {what} after {buffer.released.name} "
-                "has freed its memory. Move it before that wait, or read it from there",
+                "has freed its memory. Move it before that wait, or read it from there.",
             )
         if buffer.kind is Holds.LEAVING and buffer.released is not None:
             self.fail(
                 node,
                 f"{node.name} reads {what} after {buffer.released.name} has "
-                "freed its memory. Move the offload after the last read, or reload it",
+                "freed its memory. Move the offload after the last read, or reload it.",
             )
         if kind is Kind.WAIT and read in (buffer.made, buffer.offloaded):
             return
         if is_under_way:
             self.fail(
                 node,
-                f"{reader} reads {what} before its wait: only what `wait` returns may be read",
+                f"{reader} reads {what} before its wait: only what `wait` returns may be read.",
             )
         if not buffer.landed and buffer.kind is not Holds.PACKED:
-            self.fail(node, f"{reader} reads {what} before its wait. Move the wait before it")
+            self.fail(node, f"{reader} reads {what} before its wait. Move the wait before it.")
         if buffer.released is not None and kind is not Kind.RELEASE:
             self.fail(
                 node,
                 f"{reader} reads {what} after its release. Move the release after the last "
-                "read, or gather the bucket again",
+                "read, or gather the bucket again.",
             )
         if buffer.updated is not None:
             self.fail(
                 node,
                 f"{reader} reads {what} after {buffer.updated.name} has put the optimizer's new "
-                "values there. Move the update after the last read",
+                "values there. Move the update after the last read.",
             )
         if buffer.taken is not None:
             self.fail(
                 node,
                 f"{reader} uses {what} in slot {buffer.slot} after {buffer.taken.name}, which "
-                "puts another buffer there. Give one of the two another slot, or move them apart",
+                "puts another buffer there. Give one of the two another slot, or move them apart.",
             )
         if buffer.kind in _MEANT and not (buffer.released and kind is Kind.RELEASE):
-            self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}")
+            self.fail(node, f"{reader} reads {what}: {_MEANT[buffer.kind]}.")
 
     # -- results of the graph ---------------------------------------------------------------------
     def _results(self, output: fx.Node) -> None:
@@ -454,12 +454,12 @@ class Order:
                 continue
             if role is not Role.SAVED or self.name == BACKWARD:
                 what = f"{role.value} {name}".strip()
-                self.fail(output, f"{what} is {name_of(result)}, which {AWAY[buffer.kind]}")
+                self.fail(output, f"{what} is {name_of(result)}, which {AWAY[buffer.kind]}.")
             if buffer.written is not None:
                 self.fail(
                     output,
                     f"saves {name_of(result)}, which {buffer.written.name} takes on to NVMe. "
-                    "Save what its wait returns",
+                    "Save what its wait returns.",
                 )
             self.crossing.away[position] = buffer.kind
 
@@ -475,7 +475,7 @@ class Order:
         for buffer in self.roots[result]:
             if buffer.kind in PARAMETERS:
                 held = self.content(result, buffer)
-                self.fail(result, f"{what} looks into {held}, which changes later. Clone it")
+                self.fail(result, f"{what} looks into {held}, which changes later. Clone it.")
 
     def _saved(self, result: fx.Node, position: int) -> None:
         for buffer in self.roots[result]:
@@ -489,19 +489,19 @@ class Order:
                 self.fail(
                     result,
                     f"saves {what} for backward, but it is in slot {buffer.slot}, which the next "
-                    "call overwrites. Gather with slot=-1, or again in backward",
+                    "call overwrites. Gather with slot=-1, or again in backward.",
                 )
             elif buffer.kind in PARAMETERS:
                 self.fail(
                     result,
                     f"saves {name_of(result)} for backward, a view of {what}. Gather the "
-                    "parameter again in backward",
+                    "parameter again in backward.",
                 )
             elif buffer.kind is Holds.STATE:
                 self.fail(
                     result,
                     f"saves {name_of(buffer.made)} for backward, which is updated after forward. "
-                    "Save a clone",
+                    "Save a clone.",
                 )
 
     # -- conditions at the end of the graph -------------------------------------------------------
@@ -509,7 +509,9 @@ class Order:
         for kinds in (_TRANSFERRED, (*AWAY, Holds.RELOADED, Holds.CONVERTED)):
             for buffer in self.buffers:
                 if buffer.kind in kinds and not buffer.landed:
-                    self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")
+                    self.fail(
+                        buffer.made, f"{self.label(buffer)} is launched but never waited for."
+                    )
         if self.name == BACKWARD:
             self._finish_gradients()
             self._finish_updates()
@@ -517,9 +519,9 @@ class Order:
     def _finish_gradients(self) -> None:
         for buffer in self.reduced.values():
             if not buffer.landed:
-                self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for")
+                self.fail(buffer.made, f"{self.label(buffer)} is launched but never waited for.")
             if buffer.stored is None:
-                self.fail(buffer.made, f"{self.label(buffer)} is never stored: its gradients stay")
+                self.fail(buffer.made, f"{self.label(buffer)} is never stored: its gradients stay.")
         if Fact.GRADS_REDUCED not in self.program.facts:
             return
         output = self.program.graph(self.name).output_node()
@@ -529,7 +531,7 @@ class Order:
                 self.fail(
                     output,
                     f"the gradient of {name} is never reduced: backward has no reduction of "
-                    f"bucket {index}",
+                    f"bucket {index}.",
                 )
         specs = self.program.outputs[self.name]
         for spec, result in zip(specs, args(output)[0], strict=True):
@@ -537,7 +539,7 @@ class Order:
                 continue
             stored = self.reduced[spec.index].stored if spec.index in self.reduced else None
             if stored is not result:
-                self.fail(output, f"returns {result} as the gradient shard of bucket {spec.index}")
+                self.fail(output, f"returns {result} as the gradient shard of bucket {spec.index}.")
 
     def _finish_updates(self) -> None:
         """Check that backward updates either every bucket that it reduces, or none."""
@@ -545,12 +547,12 @@ class Order:
         in_backward = self.program.plan.update == "in-backward"
         if self.updates and not in_backward:
             node = next(iter(self.updates.values()))
-            self.fail(node, f"{node.name} updates parameters, but the plan's update is 'step'")
+            self.fail(node, f"{node.name} updates parameters, but the plan's update is 'step'.")
         if not in_backward or Fact.UPDATES_PLACED not in self.program.facts:
             return
         for index, buffer in self.reduced.items():
             if index not in self.updates:
-                self.fail(output, f"{self.label(buffer)} is never updated. Its gradient is lost")
+                self.fail(output, f"{self.label(buffer)} is never updated. Its gradient is lost.")
 
 
 def _reader(node: fx.Node) -> str:

@@ -924,7 +924,7 @@ class _Typing:
                 self._fail(
                     node,
                     f"the gradient of {piece.name} lies as {self.lies[grad]} ({name_of(grad)}); "
-                    f"it must lie as {due}",
+                    f"it must lie as {due}.",
                 )
 
     def _conversion(self, node: fx.Node, spec: Any) -> None:
@@ -933,7 +933,7 @@ class _Typing:
         source = node.all_input_nodes[0]
         axis = node.args[1]
         if isinstance(axis, str) and axis != self.axis:
-            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {self.axis}")
+            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {self.axis}.")
         given = list(first) if is_list else [source]  # type: ignore[arg-type]
         now, shape = [self.lies[x] for x in given], [self.shapes[x] for x in given]
         if not is_list:
@@ -943,13 +943,13 @@ class _Typing:
             self._fail(
                 node,
                 f"{node.name} is given {name_of(source)}, which lies as {self.lies[source]} over "
-                f"{self.ranks} ranks; {found}",
+                f"{self.ranks} ranks; {found}.",
             )
         if isinstance(shape, list) and not is_list:  # one of several
             shape = shape[axis]  # type: ignore[index]
         chunks = num_chunks(self.ranks, self.zigzag)
         if isinstance(found, Cut) and not fits(shape, found, chunks):
-            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks")
+            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks.")
         self._note(node, found, shape)
 
     def _call(self, node: fx.Node, placed: Placed | None) -> None:
@@ -958,7 +958,7 @@ class _Typing:
             self._plain(node, tensors)
             return
         if info(node).is_random and any(self.lies[t] != R for t in tensors):
-            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
+            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers.")
         call = self._whole(node, placed, self._operands(node))
         now = tuple(o.now for o in call.operands)
         for way in ways(call):
@@ -973,10 +973,10 @@ class _Typing:
             self._fail(
                 node,
                 f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'}: "
-                "no rule has this way",
+                "no rule has this way.",
             )
         if placed.is_same and placed.target in SAME_VALUES and not _is_identity(call):
-            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form")
+            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form.")
         self._note(node, placed.gives, placed.shape)
         self._check_shape(node, placed)
 
@@ -990,11 +990,11 @@ class _Typing:
             self._note(node, self.lies[tensors[0]], self.shapes[tensors[0]])
         else:
             told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
-            self._fail(node, f"{node.name} reads {told}, and nothing says how")
+            self._fail(node, f"{node.name} reads {told}, and nothing says how.")
 
     def _whole(self, node: fx.Node, placed: Placed, operands: tuple[Operand, ...]) -> WholeCall:
         if (due := _num_holes((placed.args, placed.kwargs))) != len(operands):
-            self._fail(node, f"{node.name} reads {len(operands)} values, and its whole call {due}")
+            self._fail(node, f"{node.name} reads {len(operands)} values, and its whole call {due}.")
         if placed.shape and isinstance(placed.shape[0], (tuple, type(None))):
             result: Any = [SimpleNamespace(shape=shape) for shape in placed.shape]
         else:
@@ -1021,7 +1021,7 @@ class _Typing:
                 self._fail(
                     node,
                     f"{node.name} has shape {list(made.shape)}; the part of {list(shape)} that "
-                    f"lies as {gives} has {local_shape(shape, gives, self.ranks)}",
+                    f"lies as {gives} has {local_shape(shape, gives, self.ranks)}.",
                 )
 
     def _results(self, node: fx.Node) -> list[Any]:
@@ -1044,7 +1044,7 @@ class _Typing:
                 self._fail(
                     node,
                     f"{spec.role.value} {spec.name} lies as {self.lies[result]}; it must lie as "
-                    f"{due}",
+                    f"{due}.",
                 )
         return kept
 

@@ -187,13 +187,14 @@ def with_sizes(program: P, sizes: Mapping[str, int]) -> P:
     if unknown := sizes.keys() - program.sizes.hints.keys():
         raise ProgramError(
             f"{program.model_name} has no size {', '.join(sorted(unknown))}. Those that vary are "
-            f"{', '.join(f'{s.name} ({s.dims[0]})' for s in program.sizes.symbols) or 'none'}"
+            f"{', '.join(f'{s.name} ({s.dims[0]})' for s in program.sizes.symbols) or 'none'}."
         )
     sizes = {**program.sizes.hints, **sizes}
     if not program.sizes.allow(sizes):
         raise ProgramError(
             f"{program.model_name} does not serve the sizes {dict(sizes)}. It serves those of at "
-            f"least 2 for which {' and '.join(program.sizes.conditions) or 'nothing else is asked'}"
+            "least 2 for which "
+            f"{' and '.join(program.sizes.conditions) or 'nothing else is asked'}."
         )
     copied = program.clone()
     symbols = tuple(replace(s, hint=sizes[s.name]) for s in program.sizes.symbols)
@@ -232,13 +233,13 @@ def take_forms(program: Program) -> Sizes:
         if isinstance(val, Tensor) and tuple(map(written, val.shape)) != tuple(value(node).shape):
             raise ProgramError(
                 f"{program.model_name}: {node.name} has the shape {list(value(node).shape)}, which "
-                f"its operators do not give it ({list(val.shape)})"
+                f"its operators do not give it ({list(val.shape)})."
             )
         note_form(node, val, written)
     if constants := symbols.constants():
         names = [str(d) for s in program.sizes.symbols if s.name in constants for d in s.dims]
         raise ProgramError(
-            f"{program.model_name}: a pass has fixed the value of {', '.join(names)}, which varies"
+            f"{program.model_name}: a pass has fixed the value of {', '.join(names)}, which varies."
         )
     both = dict.fromkeys((*program.sizes.conditions, *symbols.conditions()))
     return replace(program.sizes, conditions=tuple(both))

@@ -150,10 +150,10 @@ def _compiled(text: str) -> Any:
     try:
         tree = ast.parse(text, "<size>", "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ProgramError(f"{text[:80]!r} is not an expression of sizes ({error})") from error
+        raise ProgramError(f"{text[:80]!r} is not an expression of sizes ({error}).") from error
     nodes = list(ast.walk(tree))
     if sum(isinstance(node, ast.Pow) for node in nodes) > 2 or not all(map(_is_arithmetic, nodes)):
-        raise ProgramError(f"{text[:80]!r} is not an expression of sizes")
+        raise ProgramError(f"{text[:80]!r} is not an expression of sizes.")
     return compile(tree, "<size>", "eval")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from zerofx.errors import ProgramError
+from zerofx.errors import ProgramError, as_sentence
 from zerofx.ir.graphs import is_compute, pause_of, root_producer
 from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.order import Crossing, Order
@@ -39,21 +39,21 @@ def check_regions(program: Planned, graph: str) -> None:
             continue
         region = info(node).region
         if region is None:
-            raise fault(program, graph, node, f"{node.name} is compute outside any region")
+            raise fault(program, graph, node, f"{node.name} is compute outside any region.")
         if region != current and region in seen:
             raise fault(
                 program,
                 graph,
                 node,
                 f"region {region} is interrupted before {node.name}: communication is allowed "
-                "only between regions",
+                "only between regions.",
             )
         if node.target is operator.getitem and info(root_producer(node)).region != region:
             raise fault(
                 program,
                 graph,
                 node,
-                f"{node.name} is not in the region of the call that it unpacks",
+                f"{node.name} is not in the region of the call that it unpacks.",
             )
         seen.add(region)
         current = region
@@ -71,7 +71,7 @@ def check_saved(program: Planned) -> None:
             program,
             FORWARD,
             output,
-            f"forward saves {len(given)} values, backward takes {len(taken)} (at {positions})",
+            f"forward saves {len(given)} values, backward takes {len(taken)} (at {positions}).",
         )
     for result, node in zip(given, taken, strict=True):
         if not isinstance(result, fx.Node) or not _is_alike(value(result), value(node)):
@@ -80,7 +80,7 @@ def check_saved(program: Planned) -> None:
                 program,
                 BACKWARD,
                 node,
-                f"{name_of(node)} is saved as {_form(made)} and taken as {_form(value(node))}",
+                f"{name_of(node)} is saved as {_form(made)} and taken as {_form(value(node))}.",
             )
 
 
@@ -109,10 +109,10 @@ def check_synced(program: Planned) -> None:
         is_synced = kind_of(root_producer(result)) is Kind.SYNC
         must = plan.buffers == "rank0" and program.world_size > 1
         if must and not is_synced:
-            message = f"{spec.name} does not follow rank 0: its new value passes no sync_buffers"
+            message = f"{spec.name} does not follow rank 0: its new value passes no sync_buffers."
             raise fault(program, FORWARD, result, message)
         if is_synced and plan.buffers != "rank0":
-            message = f"{spec.name} follows rank 0, but the plan says buffers={plan.buffers!r}"
+            message = f"{spec.name} follows rank 0, but the plan says buffers={plan.buffers!r}."
             raise fault(program, FORWARD, result, message)
 
 
@@ -129,7 +129,7 @@ def check_pause(program: Planned) -> None:
         program,
         BACKWARD,
         pause or graph.output_node(),
-        f"backward {said}, and Plan.parallel.schedule is {plan.parallel.schedule!r}",
+        f"backward {said}, and Plan.parallel.schedule is {plan.parallel.schedule!r}.",
     )
 
 
@@ -244,7 +244,7 @@ def check_dataflow(program: Planned) -> None:
         graph,
         node,
         f"the program does not compute what was captured: {names} "
-        f"{'differs' if len(wrong) == 1 else 'differ'}. {what}",
+        f"{'differs' if len(wrong) == 1 else 'differ'}. {as_sentence(what)}",
     )
 
 
@@ -263,14 +263,14 @@ def check_stage(program: Planned) -> None:
     if trained != {label for label in due if label.startswith(f"{Role.GRAD.value} ")}:
         raise ProgramError(
             f"{program.model_name}: the gradients that the pipeline stages are to compute "
-            f"({few(sorted(stage.trained))}) are not those that were captured"
+            f"({few(sorted(stage.trained))}) are not those that were captured."
         )
     for name, terms in stage.sums.items():
         label = label_of(Role.GRAD, name)
         if _total(terms) != stage.captured.get(label):
             raise ProgramError(
                 f"{program.model_name}: what the pipeline stages have of the gradient of {name} is "
-                "not in sum the captured one"
+                "not in sum the captured one."
             )
         part = stage.summands(name).get(stage.position)
         due[label] = sum_digest(part) if part else None
@@ -282,14 +282,14 @@ def check_stage(program: Planned) -> None:
         if due.get(label) != made:
             raise ProgramError(
                 f"{program.model_name}: {label} of pipeline stage {stage.position} is not what was "
-                "captured"
+                "captured."
             )
     for name in stage.sums:
         label = label_of(Role.GRAD, name)
         if due[label] and label not in reference.outputs:
             raise ProgramError(
                 f"{program.model_name}: pipeline stage {stage.position} leaves out its part of the "
-                f"gradient of {name}"
+                f"gradient of {name}."
             )
     _check_taken(program)
     _check_summed(program)
@@ -310,7 +310,7 @@ def _check_taken(program: Planned) -> None:
                 what = f"{wire.name} of stage {wire.source}" if wire else "nothing"
                 message = (
                     f"pipeline stage {stage.position} reads {name_of(node)} as another value than "
-                    f"it is sent: {what}"
+                    f"it is sent: {what}."
                 )
                 raise fault(program, name, node, message)
 
@@ -326,7 +326,8 @@ def _check_summed(program: Planned) -> None:
             if not {*ranks} <= {*bucket.positions}:
                 raise ProgramError(
                     f"{program.model_name}: ranks {ranks} of the pipeline have parts of the "
-                    f"gradient of {param.owner}, and ranks {sorted(bucket.positions)} add theirs up"
+                    f"gradient of {param.owner}, and ranks {sorted(bucket.positions)} add theirs "
+                    "up."
                 )
 
 
@@ -390,7 +391,7 @@ def verify_ranks(programs: Sequence[Planned]) -> None:
                 raise ProgramError(
                     f"rank {rank} would launch {_call(ours)} as its collective {i + 1}, rank 0 "
                     f"{_call(theirs)}, and both would wait forever. Run one program "
-                    "on all ranks"
+                    "on all ranks."
                 )
 
 
@@ -413,14 +414,14 @@ def verify_stages(programs: Sequence[Planned]) -> None:
         if (stage.position, stage.size, stage.wires) != (position, len(programs), wires):
             raise ProgramError(
                 f"the program given as stage {position} of {len(programs)} is stage "
-                f"{stage.position} of {stage.size}, or of another pipeline"
+                f"{stage.position} of {stage.size}, or of another pipeline."
             )
     for wire in wires:
         role = Role.OUTPUT if wire.graph == FORWARD else Role.INPUT_GRAD
         if made[wire.source].get((role, wire.output)) != wire.digest:
             raise ProgramError(
                 f"stage {wire.source} does not send {wire.name} to stage {wire.target} in "
-                f"{wire.graph}, or sends another value in its place"
+                f"{wire.graph}, or sends another value in its place."
             )
         taken = [
             n
@@ -431,7 +432,7 @@ def verify_stages(programs: Sequence[Planned]) -> None:
         if taken and not _is_alike(wire.value, value(taken[0])):
             raise ProgramError(
                 f"stage {wire.target} takes {wire.name} as {_form(value(taken[0]))}, and stage "
-                f"{wire.source} sends it as {_form(wire.value)}"
+                f"{wire.source} sends it as {_form(wire.value)}."
             )
     _check_all_is_made(programs)
     _check_schedule(programs)
@@ -443,7 +444,7 @@ def _check_all_is_made(programs: Sequence[Planned]) -> None:
     for program in programs:
         if (program.stage.captured, program.stage.sums) != (stage.captured, stage.sums):
             raise ProgramError(
-                f"stage {program.stage.position} is cut from another program than stage 0"
+                f"stage {program.stage.position} is cut from another program than stage 0."
             )
     found = [{*Numbering(program).outputs} for program in programs]
     parts = {label_of(Role.GRAD, name): [*stage.summands(name)] for name in stage.sums}
@@ -453,11 +454,11 @@ def _check_all_is_made(programs: Sequence[Planned]) -> None:
             if made != sorted(parts[label]):
                 raise ProgramError(
                     f"stages {made} compute parts of {label}, and stages {sorted(parts[label])} "
-                    "have some"
+                    "have some."
                 )
         elif len(made) != 1:
             by = f"stages {made} compute" if made else "no stage computes"
-            raise ProgramError(f"{by} {label}, which is computed once in what was captured")
+            raise ProgramError(f"{by} {label}, which is computed once in what was captured.")
 
 
 def _sent(program: Planned) -> list[tuple[OutputInfo, Output]]:
@@ -503,12 +504,12 @@ def check_moves(
         )  # fmt: skip
         fault = fault or _overrun(program, rank, moves, num)
         if fault:
-            raise ProgramError(f"rank {rank} of the pipeline: {fault}")
+            raise ProgramError(f"rank {rank} of the pipeline: {as_sentence(fault)}")
     if fault := schedules.mismatch(done):
-        raise ProgramError(fault)
+        raise ProgramError(as_sentence(fault))
     if held := schedules.stuck(done):
         where = ", ".join(f"rank {p} at {move}" for p, move in enumerate(held))
-        raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}")
+        raise ProgramError(f"the schedule {parallel.schedule} comes to a halt: {where}.")
 
 
 def _overrun(program: Planned, rank: int, moves: Sequence[schedules.PipelineMove], num: int) -> str:

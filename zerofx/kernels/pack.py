@@ -49,7 +49,7 @@ def pack_grads_(
         if offset < 0 or offset + grad.numel() > buffer.numel():
             raise ValueError(
                 f"a gradient of shape {list(grad.shape)} at offset {offset} does not fit into a "
-                f"buffer of {buffer.numel()} elements"
+                f"buffer of {buffer.numel()} elements."
             )
     if stats is None:
         stats = torch.zeros(2, dtype=torch.float32, device=buffer.device)

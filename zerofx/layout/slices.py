@@ -76,7 +76,7 @@ class Marks:
                 "its gradient, and zerofx does not add them up. Let forward do it "
                 "(copy_to_tensor_model_parallel_region of the parameter) and drop the mark, or "
                 f'give a model without slices and Plan(parallel={{"tensor": {ranks}, "sequence": '
-                "True})"
+                "True})."
             )
         found = {}
         for name, param in model.named_parameters():
@@ -123,13 +123,13 @@ def _of_placements(name: str, param: Any) -> Cut | None:
     if others or type(placement) is not Shard:
         raise PlanError(
             f"{name} is a DTensor with placements {param.placements}. zerofx takes Replicate, and "
-            "Shard over one axis. Distribute it in that way"
+            "Shard over one axis. Distribute it in that way."
         )
     ranks, dim = param.device_mesh.size(axis), placement.dim % max(param.dim(), 1)
     if param.shape[dim] % ranks:
         raise PlanError(
             f"{name} is a DTensor of shape {list(param.shape)} that {ranks} ranks share along "
-            f"dimension {dim}. Their parts differ in size. Choose a size that {ranks} divides"
+            f"dimension {dim}. Their parts differ in size. Choose a size that {ranks} divides."
         )
     return Cut(dim)
 
@@ -140,7 +140,7 @@ def _of_attributes(name: str, param: Tensor, has_mesh: bool) -> Cut | None:
     if getattr(param, "sequence_parallel", False):
         raise PlanError(
             f"{name} is marked as a slice and as sequence_parallel. A slice's gradient is its own, "
-            "and is not summed over ranks. Drop one of the marks"
+            "and is not summed over ranks. Drop one of the marks."
         )
     dim, stride = getattr(param, "partition_dim", -1), getattr(param, "partition_stride", 1)
     if not isinstance(dim, int) or not 0 <= dim < param.dim():
@@ -148,11 +148,11 @@ def _of_attributes(name: str, param: Tensor, has_mesh: bool) -> Cut | None:
             return None
         raise PlanError(
             f"{name} is marked as a slice, and its partition_dim is {dim!r}, of {param.dim()} "
-            f"dimensions. Set {name}.partition_dim to the dimension that is cut, from 0"
+            f"dimensions. Set {name}.partition_dim to the dimension that is cut, from 0."
         )
     if not isinstance(stride, int) or stride < 1 or param.shape[dim] % stride:
         raise PlanError(
             f"{name} has {param.shape[dim]} rows in dimension {dim}, and its partition_stride is "
-            f"{stride!r}. Set a number of groups that divides them"
+            f"{stride!r}. Set a number of groups that divides them."
         )
     return Cut(dim, stride)

@@ -200,6 +200,17 @@ def full_state_dict(model: CompiledModule, rank0_only: bool = True) -> OrderedDi
     This is a collective call: every rank must make it. Rank 0 holds the whole state at once, even
     if the model lives on NVMe and there are several ranks. `iter_state_dict` yields one value at a
     time.
+
+    Returns:
+        Plain tensors of whole shapes on the host, under the model's own names.
+
+    Raises:
+        DesyncError: a rank did not make this call; names it.
+
+    Example:
+        state = zerofx.full_state_dict(model)  # on all ranks
+        if rank == 0:
+            torch.save(state, "model.pt")
     """
     store = model._zerofx.engine.store
     if not rank0_only or store.world.size == 1:

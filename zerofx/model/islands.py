@@ -80,7 +80,7 @@ def named_islands(model: nn.Module, chosen: str | Sequence[str]) -> dict[str, st
         if not matching:
             raise PlanError(
                 f"Plan.islands: no module of {type(model).__name__} matches {pattern!r}. Its "
-                f"modules are {', '.join(names[1:9])}{', ...' if len(names) > 9 else ''}"
+                f"modules are {', '.join(names[1:9])}{' and others' if len(names) > 9 else ''}."
             )
         found |= dict.fromkeys(matching, "Plan.islands names it")
     for name in [*found]:
@@ -323,7 +323,7 @@ def say(own: Namespace, island: Island) -> None:
             f"{island.entry.describe(own.model)} cannot be captured "
             f"({island.reason.removeprefix('capture: ').rstrip('.')}), and code that runs eagerly "
             f"would read whole parameters in place of the slices along {own.world.slices}. Correct "
-            "what prevents its capture"
+            "what prevents its capture."
         )
     if parallel.value_ranks > 1:
         raise CaptureError(

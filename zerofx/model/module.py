@@ -42,7 +42,7 @@ from zerofx.compat.modules import (
     own_parameters,
     put_call_entries,
 )
-from zerofx.errors import ArgumentError, PlanError, ShardError
+from zerofx.errors import ArgumentError, PlanError, ShardError, as_sentence
 from zerofx.ir.program import Planned
 from zerofx.model.full_state import state_of
 from zerofx.model.namespace import (
@@ -443,8 +443,9 @@ def check_class(model: nn.Module) -> None:
         set_class(model, kind)
     except TypeError as error:
         raise ArgumentError(
-            f"model is a {kind.__name__}, of whose class zerofx cannot make a subclass: {error}. "
-            "Put the model in a module of your own (self.inner = model) and compile that."
+            f"model is a {kind.__name__}, of whose class zerofx cannot make a subclass: "
+            f"{as_sentence(error)} Put the model in a module of your own (self.inner = model) and "
+            "compile that."
         ) from error
 
 

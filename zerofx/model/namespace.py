@@ -30,7 +30,7 @@ from zerofx.compat.modules import (
     intercept,
     own_buffers,
 )
-from zerofx.errors import CaptureError, GradientError, PlanError, ShardError
+from zerofx.errors import CaptureError, GradientError, PlanError, ShardError, as_sentence
 from zerofx.ir.program import Planned
 from zerofx.layout.buckets import Layout
 from zerofx.model import islands
@@ -193,7 +193,7 @@ def micro_batches(
             f"Plan.parallel.schedule = 'interleaved' takes a multiple of pipeline = "
             f"{parallel.pipeline} micro-batches, and none divides the batch of {batch} samples "
             "(dimension 0 of the first tensor among the arguments). Give a batch that is such a "
-            "multiple"
+            "multiple."
         )
     if not num:
         raise PlanError(
@@ -370,7 +370,7 @@ class Namespace:
             CaptureError: there is none, or the plan lets this function run eagerly.
         """
         if (reason := self._named.get(entry.path)) and not entry.is_parameters:
-            raise CaptureError(reason)
+            raise CaptureError(as_sentence(reason))
         taken = with_ignored(kwargs, self._ignored_of(entry))
         key = signature_key(self.table.state(entry), args, taken), self._handles(entry), 0
         return self.table.find(key, args, taken), taken
@@ -547,8 +547,8 @@ class Namespace:
         plain modules can load them, and this model can load theirs. On one rank or at stage 0,
         parameters are plain tensors.
 
-        flat: return every parameter as a flat tensor instead, as zerofx 0.1.0 saved it, to load
-            files that `dcp.save(model.sharded_state_dict())` of that version wrote.
+        flat: return every parameter as a flat tensor instead, as early versions saved it, to load
+            files that `dcp.save(model.sharded_state_dict())` of such a version wrote.
         """
         return sharded_state_of(self.model, flat)
 

@@ -366,7 +366,7 @@ class Programs(list[Planned]):
 
     def __getitem__(self, index: Any) -> Any:
         if not self:
-            raise IndexError("no program yet: one is compiled at the first call of each signature")
+            raise IndexError("no program yet: one is compiled at the first call of each signature.")
         return super().__getitem__(index)
 
 
@@ -736,7 +736,7 @@ class ProgramTable:
         if entry.is_model and not self.known:  # the first call
             for name, instead in self._lengths.undeclared(call).items():
                 log.warning(
-                    "%s: Plan.dynamic names %s, which this call does not have%s.",
+                    "%s: Plan.dynamic names %s, which this call does not have%s",
                     entry.describe(self._model), name, instead,
                 )  # fmt: skip
         if not varying:

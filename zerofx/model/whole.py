@@ -39,6 +39,10 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
             island.
         ShardError: a parameter was written to without `write_back`, or got a gradient, which would
             be lost; names it. The writes are not kept.
+
+    Example:
+        with zerofx.whole(model), torch.no_grad():  # on all ranks
+            tokens = model.generate(prompt, 256)
     """
     own, path = _place(module)
     if own.original.is_captured or own.is_covered(path):

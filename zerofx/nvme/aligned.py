@@ -57,18 +57,18 @@ def bytes_of(tensor: Any, path: str, label: str) -> tuple[Bytes, int]:
     """
     if not isinstance(tensor, Tensor):
         other = type(tensor).__name__
-        raise NvmeError(f"{_what(path, label)}: {other} is not a tensor. Give a torch.Tensor")
+        raise NvmeError(f"{_what(path, label)}: {other} is not a tensor. Give a torch.Tensor.")
     is_dense = tensor.layout == torch.strided
     if not tensor.is_cpu or not is_dense:
         kind = tensor.device if is_dense else tensor.layout
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} is {kind}. Only dense tensors in host memory "
-            "can be moved. Copy it to one (zerofx.nvme.aligned_empty creates the fastest)"
+            "can be moved. Copy it to one (zerofx.nvme.aligned_empty creates the fastest)."
         )
     if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
         raise NvmeError(
             f"{_what(path, label)}: {_form(tensor)} with strides {tensor.stride()} is not "
-            "contiguous. Give tensor.contiguous(), or read into a contiguous buffer"
+            "contiguous. Give tensor.contiguous(), or read into a contiguous buffer."
         )
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat.view(-1).view(torch.uint8)

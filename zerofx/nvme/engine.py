@@ -35,11 +35,11 @@ class IOEngine:
 
     def __init__(self, num_threads: int = NUM_THREADS, piece_bytes: int = PIECE_BYTES) -> None:
         if num_threads < 1:
-            raise NvmeError(f"num_threads = {num_threads} is too small. Give at least 1")
+            raise NvmeError(f"num_threads = {num_threads} is too small. Give at least 1.")
         if piece_bytes < BLOCK_BYTES or piece_bytes % BLOCK_BYTES:
             raise NvmeError(
                 f"piece_bytes = {piece_bytes} is not a multiple of {BLOCK_BYTES} (256 KiB), the "
-                "size of a block with a checksum. Round it up"
+                "size of a block with a checksum. Round it up."
             )
         self.num_threads, self.piece_bytes, self._pid = num_threads, piece_bytes, os.getpid()
         self._work = Work(piece_bytes)
@@ -71,7 +71,7 @@ class IOEngine:
         self._need_here(handle)
         view, address = bytes_of(tensor, handle.path, label)
         if offset < 0:
-            raise NvmeError(f"{handle.path}: offset {offset} is negative. Give 0 or more")
+            raise NvmeError(f"{handle.path}: offset {offset} is negative. Give 0 or more.")
         where = Stretch(handle.path, offset, view.size, label)
         request = Request(handle, is_write, tensor, where, check)
         request.split(view, address, self.piece_bytes)
@@ -79,7 +79,7 @@ class IOEngine:
         with self._work.lock:
             handle.need_open()
             if self._work.is_closing:
-                raise NvmeError(f"{handle.path}: the engine is closed. Create another")
+                raise NvmeError(f"{handle.path}: the engine is closed. Create another.")
             self._start()
             self._work.submit(request, offset, up(end) if handle.pads else end)
         return request
@@ -89,7 +89,7 @@ class IOEngine:
         if here != self._pid or here != handle.pid:
             raise NvmeError(
                 f"{handle.path}: opened in process {handle.pid}, with an engine of {self._pid}, "
-                f"but used in {here}: threads and locks do not survive a fork. Open it again there"
+                f"but used in {here}: threads and locks do not survive a fork. Open it again there."
             )
 
     def _start(self) -> None:

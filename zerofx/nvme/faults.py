@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zerofx.errors import NvmeError
+from zerofx.errors import NvmeError, as_sentence
 from zerofx.plan.sizes import format_bytes
 
 _ELSEWHERE = "or choose another path"
@@ -43,7 +43,7 @@ def reason(error: OSError) -> str:
 
 def way_out(error: OSError) -> str:
     """Return the fix for an error of the operating system."""
-    return WAYS_OUT.get(error.errno or 0, _OTHERWISE)
+    return as_sentence(WAYS_OUT.get(error.errno or 0, _OTHERWISE))
 
 
 def path_error(doing: str, path: str | os.PathLike[str], error: OSError) -> NvmeError:
@@ -95,16 +95,16 @@ def fault_of(is_write: bool, where: Stretch, error: BaseException) -> Fault:
     """Return the fault for a transfer that raised `error`."""
     doing = "write" if is_write else "read"
     if isinstance(error, Damaged):
-        return Fault(f"{doing} of {where}: {error}")
+        return Fault(f"{doing} of {where}: {as_sentence(error)}")
     if isinstance(error, EndOfFile):
         if is_write:
-            text = f"the file system accepts no bytes at offset {error.at}. {_OTHERWISE}"
+            text = f"the file system accepts no bytes at offset {error.at}. {_OTHERWISE}."
         else:
             text = (
                 f"the file ends at offset {error.at}. Another process truncated it, or these bytes "
-                "were never written. Write them first"
+                "were never written. Write them first."
             )
         return Fault(f"{doing} of {where}: {text}")
     if isinstance(error, OSError):
         return Fault(f"{doing} of {where}: {reason(error)}. {way_out(error)}", error)
-    return Fault(f"{doing} of {where}: {type(error).__name__}: {error}", error)
+    return Fault(f"{doing} of {where}: {type(error).__name__}: {as_sentence(error)}", error)

@@ -48,7 +48,7 @@ class File:
         direct: bool = True,
     ) -> None:
         if mode not in _MODES:
-            raise NvmeError(f"mode = {mode!r}. Allowed are {', '.join(map(repr, _MODES))}")
+            raise NvmeError(f"mode = {mode!r}. Allowed are {', '.join(map(repr, _MODES))}.")
         self.path, self.mode = os.path.abspath(path), mode
         self._handle = Handle(self.path, _MODES[mode], direct=direct)
         self._engine = engine or default_engine()
@@ -71,7 +71,7 @@ class File:
         """
         if self.mode == "r":
             raise NvmeError(
-                f"{self.path}: open for reading only. Open it with 'r+' or 'w' to write"
+                f"{self.path}: open for reading only. Open it with 'r+' or 'w' to write."
             )
         return self._engine.submit_write(self._handle, tensor, offset, label)
 

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from zerofx.errors import NvmeError
+from zerofx.errors import NvmeError, as_sentence
 from zerofx.nvme.aligned import PAGE
 from zerofx.nvme.faults import path_error, sized
 from zerofx.nvme.header import State, is_ours, read_layout
@@ -38,14 +38,14 @@ def prepare(path: str | os.PathLike[str], needed_bytes: int = 0, what: str = "th
         if not folder.parent.is_dir():
             raise NvmeError(
                 f"{folder}: neither it nor {folder.parent} exists. Create the folder, or mount "
-                "its device"
+                "its device."
             )
         try:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise path_error("cannot make the folder", folder, error) from error
     if not folder.is_dir():
-        raise NvmeError(f"{folder} is a file. The NVMe tier needs a folder. Give another path")
+        raise NvmeError(f"{folder} is a file. The NVMe tier needs a folder. Give another path.")
     try_writing(folder)
     remove_left_behind(folder)
     need_space(folder, needed_bytes, what)
@@ -74,7 +74,7 @@ def need_space(folder: Path, needed_bytes: int, what: str) -> None:
     if needed_bytes > free:
         raise NvmeError(
             f"{folder}: {what} needs {sized(needed_bytes)} but {sized(free)} are free. Free space "
-            "there, choose another path, or offload less"
+            "there, choose another path, or offload less."
         )
 
 
@@ -139,14 +139,14 @@ def _remove_if_dead(path: Path) -> bool:
         if state is not None and state.is_kept:
             return False
         if _boot() != layout.made["boot"] and socket.gethostname() != layout.made["host"]:
-            log.warning("%s: left as it is: %s may still use it", path, layout.maker)
+            log.warning("%s: left as it is: %s may still use it.", path, layout.maker)
             return False
         size = os.fstat(fd).st_size
         path.unlink(missing_ok=True)
     except OSError as error:  # no locks, or a damaged header
-        log.warning("%s: left as it is: %s", path, error)
+        log.warning("%s: left as it is: %s", path, as_sentence(error))
         return False
     finally:
         os.close(fd)
-    log.warning("%s: removed, left behind by %s (%s)", path, layout.maker, sized(size))
+    log.warning("%s: removed, left behind by %s (%s).", path, layout.maker, sized(size))
     return True

@@ -134,7 +134,7 @@ class Handle:
     def need_open(self) -> None:
         """Raise if the file is closed, or about to be."""
         if self.is_closing or self.is_closed:
-            raise NvmeError(f"{self.path}: the file is closed. Open it again")
+            raise NvmeError(f"{self.path}: the file is closed. Open it again.")
 
     def close(self) -> None:
         """Close the file; no request may be in flight."""

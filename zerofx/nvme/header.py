@@ -49,7 +49,7 @@ def check_sizes(sizes: Mapping[str, int], label: str) -> None:
         if not isinstance(name, str) or not is_size:
             raise NvmeError(
                 f"{label}: extent {name!r} of {nbytes!r} bytes is not valid. Give names as strings "
-                "and sizes as whole numbers of bytes"
+                "and sizes as whole numbers of bytes."
             )
 
 
@@ -159,24 +159,24 @@ def read_layout(fd: int, path: str) -> Layout:
     if prefix[: len(MAGIC)] != MAGIC:
         raise NvmeError(
             f"{path}: the 8 bytes at offset 0 are {prefix[:8]!r}, not {MAGIC!r}: not a store of "
-            "zerofx. Give the path of one"
+            "zerofx. Give the path of one."
         )
     if len(prefix) < _PREFIX.size:
-        raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size)}")
+        raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size)}.")
     _, version, crc, length = _PREFIX.unpack(prefix)
     if version != FORMAT:
         age = "an older" if version < FORMAT else "a newer"
         raise NvmeError(
             f"{path}: format version {version} at offset 8, of {age} zerofx. This one reads "
-            f"version {FORMAT}. Read it with the zerofx that wrote it"
+            f"version {FORMAT}. Read it with the zerofx that wrote it."
         )
     text = os.pread(fd, length, _PREFIX.size) if length <= _MAX_LAYOUT_BYTES else b""
     if len(text) < length <= actual - _PREFIX.size or zlib.crc32(text) != crc:
         if length <= _MAX_LAYOUT_BYTES and _PREFIX.size + length > actual:
-            raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size + length)}")
+            raise NvmeError(f"{path}: {_cut(actual, _PREFIX.size + length)}.")
         raise NvmeError(
             f"{path}: the header ({length} bytes at offset {_PREFIX.size}) does not match its "
-            "checksum: the file is damaged. Write it again"
+            "checksum: the file is damaged. Write it again."
         )
     return _parse(text)
 
@@ -187,7 +187,7 @@ def need_whole(fd: int, path: str, layout: Layout) -> None:
     if actual < layout.nbytes:
         missing = [n for n, e in layout.extents.items() if e.offset + e.nbytes > actual]
         first = f". {missing[0]} is the first incomplete extent" if missing else ""
-        raise NvmeError(f"{path}: {_cut(actual, layout.nbytes)}{first}")
+        raise NvmeError(f"{path}: {_cut(actual, layout.nbytes)}{first}.")
 
 
 def _cut(actual: int, expected: int) -> str:

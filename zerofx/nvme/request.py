@@ -119,7 +119,7 @@ class Request:
         """
         if not self.join(timeout_s):
             doing = "write" if self.is_write else "read"
-            raise TimeoutError(f"{doing} of {self.where}: still in flight after {timeout_s} s")
+            raise TimeoutError(f"{doing} of {self.where}: still in flight after {timeout_s} s.")
         if self.fault is not None:
             with suppress(ValueError):  # it was raised before
                 self.handle.failed.remove(self)

@@ -53,14 +53,14 @@ class Blocks:
         if not expected:
             raise Damaged(
                 f"the block at offset {at} has no valid content: it was never written, or its last "
-                "write failed. Write it first"
+                "write failed. Write it first."
             )
         nbytes = min(BLOCK_BYTES, view.size - bad * BLOCK_BYTES)
         raise Damaged(
             f"the block at offset {at} ({nbytes} bytes) has the checksum {int(found[bad]):016x} "
             f"but {expected:016x} was written: the device or the file is damaged, or a state was "
             "changed in a way that torch does not track (.data, numpy). Load the last save, and "
-            "check the device"
+            "check the device."
         )
 
 
@@ -71,18 +71,18 @@ def read_sums(handle: Handle, layout: Layout) -> np.ndarray:
     if state is None:
         raise NvmeError(
             f"{handle.path}: the state at offset {layout.state_at} does not match its checksum: "
-            "the file is damaged. Write it again"
+            "the file is damaged. Write it again."
         )
     if not state.num_flushes:
         raise NvmeError(
             f"{handle.path}: never flushed by {layout.maker}, so nothing in it can be verified. "
-            "Write it again, and flush"
+            "Write it again, and flush."
         )
     sums = os.pread(handle.buffered, 8 * layout.num_blocks, layout.sums_at)
     if zlib.crc32(sums) != state.crc_of_sums:
         raise NvmeError(
             f"{handle.path}: the checksums at offset {layout.sums_at} are not those of the last "
-            "flush: it was interrupted, or the file is damaged. Write it again"
+            "flush: it was interrupted, or the file is damaged. Write it again."
         )
     return np.frombuffer(sums, dtype=np.uint64)
 
@@ -165,7 +165,7 @@ class NvmeStore:
             if not lock(handle.buffered, shared=True):
                 raise NvmeError(
                     f"{handle.path}: in use by {layout.maker}. Wait for it to end, or let it "
-                    "close(delete=False)"
+                    "close(delete=False)."
                 )
             sums = read_sums(handle, layout)
         except NvmeError:
@@ -199,7 +199,7 @@ class NvmeStore:
         """Begin to write an extent from `tensor`, which must have its size."""
         extent = self._find(name, tensor)
         if not self.can_write:
-            raise NvmeError(f"{self.path}: open for reading only. {name} cannot be written here")
+            raise NvmeError(f"{self.path}: open for reading only. {name} cannot be written here.")
         blocks = Blocks(self._sums, extent, self._layout)
         return self._engine.submit_write(self._handle, tensor, extent.offset, label or name, blocks)
 
@@ -232,12 +232,12 @@ class NvmeStore:
         if extent is None:
             near = get_close_matches(name, self._layout.extents, 1)
             hint = f". The nearest is {near[0]}" if near else ""
-            raise NvmeError(f"{self.path} has no extent {name!r}{hint}")
+            raise NvmeError(f"{self.path} has no extent {name!r}{hint}.")
         if isinstance(tensor, Tensor) and tensor.nbytes != extent.nbytes:
             raise NvmeError(
                 f"{self.path}: {name} has {sized(extent.nbytes)} but the tensor "
                 f"{tensor.dtype}{list(tensor.shape)} has {sized(tensor.nbytes)}. Give a tensor of "
-                "its size"
+                "its size."
             )
         return extent
 

@@ -49,7 +49,7 @@ def _sends(program: Planned, node: fx.Node, rank: int) -> list[Payload]:
 
 def _order(o: Order, node: fx.Node) -> None:
     if o.name == BACKWARD:
-        o.fail(node, f"{node.name}: sync_buffers takes what forward makes of buffers")
+        o.fail(node, f"{node.name}: sync_buffers takes what forward makes of buffers.")
 
 
 def _erase(numbering: Numbering, node: fx.Node) -> Any:

@@ -220,7 +220,7 @@ def _sent_shard(o: Order, node: fx.Node, bucket: Bucket) -> Buffer | None:
         o.fail(
             node,
             f"{node.name} of bucket {bucket.index} ({bucket.label()}) sends the reloaded shard "
-            f"of bucket {buffers[0].bucket}",
+            f"of bucket {buffers[0].bucket}.",
         )
     return buffers[0]
 
@@ -231,7 +231,7 @@ def _may_stay(o: Order, node: fx.Node, bucket: Bucket) -> None:
         o.fail(
             node,
             f"{node.name} keeps bucket {bucket.index} ({bucket.label()}) gathered between "
-            "calls. At stage 3 only the persistent bucket is. Use rt.all_gather and release it",
+            "calls. At stage 3 only the persistent bucket is. Use rt.all_gather and release it.",
         )
 
 
@@ -262,7 +262,7 @@ def _order_resident(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} takes bucket {bucket.index} as forward left it, but forward did not "
-            "refresh it. Use rt.refresh and wait for it",
+            "refresh it. Use rt.refresh and wait for it.",
         )
     _order_made(o, node, Buffer(Holds.RESIDENT, node, bucket.index), near)
 
@@ -277,45 +277,45 @@ def _order_view(o: Order, node: fx.Node) -> None:
     is_whole = isinstance(full, fx.Node) and kind_of(full) is not Kind.VIEW
     kinds = {b.kind for b in buffers}
     if len(buffers) != 1 or not is_whole or not kinds <= {*FULL, Holds.SHARD}:
-        o.fail(node, f"{node.name} looks into {full}, which is no gathered bucket")
+        o.fail(node, f"{node.name} looks into {full}, which is no gathered bucket.")
     index = buffers[0].bucket
     bucket = o.layout.buckets[index]
     if value(full).numel() != bucket.numel:
-        o.fail(node, f"{node.name} looks into a shard of bucket {index}. Gather it first")
+        o.fail(node, f"{node.name} looks into a shard of bucket {index}. Gather it first.")
     o.dtype(node, bucket.compute_dtype, f"what is computed with of bucket {index}")
     param = bucket.at.get(offset)
     if (param is None or [*param.shape] != [*shape]) and node.users:
         o.fail(
             node,
             f"{node.name} at offset {offset} with shape {list(shape)} is no parameter of "
-            f"bucket {index} ({bucket.label()}). The layout in fingerprint.json has the places",
+            f"bucket {index} ({bucket.label()}). The layout in fingerprint.json has the places.",
         )
 
 
 def _order_release(o: Order, node: fx.Node) -> None:
     buffers = o.roots[node.args[0]]  # type: ignore[index]
     if len(buffers) != 1 or buffers[0].kind not in (Holds.GATHERED, Holds.NEAR):
-        o.fail(node, f"{node.name} releases {node.args[0]}, which is no gathered bucket")
+        o.fail(node, f"{node.name} releases {node.args[0]}, which is no gathered bucket.")
     buffer = buffers[0]
     if slot_of(node) != buffer.slot:
         o.fail(
             node,
             f"{node.name} gives back slot {slot_of(node)}, but {o.label(buffer)} is in "
-            f"slot {buffer.slot}",
+            f"slot {buffer.slot}.",
         )
     made = spec_of(buffer.made)
     if made is not None and made.stays:
         o.fail(
             node,
             f"{node.name} releases {o.label(buffer)}, which {buffer.made.name} keeps on the "
-            "device between calls. Drop the release",
+            "device between calls. Drop the release.",
         )
     sending = next((b for b in buffer.sent if not b.landed), None)
     if sending is not None:
         o.fail(
             node,
             f"{node.name} releases {o.label(buffer)} while {sending.made.name} still sends "
-            "it. Move the release after that one's wait",
+            "it. Move the release after that one's wait.",
         )
     buffer.released = buffer.released or node
 

@@ -110,7 +110,7 @@ def _read_pack(
 ) -> None:
     if r.filling.get(id(buffer), bucket) != bucket:
         mine = r.filling[id(buffer)]
-        raise r.refuse(f"rt.pack names bucket {bucket}, but the buffer is that of bucket {mine}")
+        raise r.refuse(f"rt.pack names bucket {bucket}, but the buffer is that of bucket {mine}.")
     node = r.value(buffer, "the gradient buffer")
     offsets = [p.offset for p in r.members(bucket, params)]
     given = [r.value(g, "a gradient") for g in grads]
@@ -183,7 +183,7 @@ def _read_update(r: Calls, shard: Tensor, bucket: int) -> None:
     node = r.value(shard, f"the shard of bucket {bucket}")
     stored = r.stored.get(bucket)
     if stored is None:
-        raise r.refuse(f"rt.update of bucket {bucket} comes before rt.store_grad of it")
+        raise r.refuse(f"rt.update of bucket {bucket} comes before rt.store_grad of it.")
     r.append(update, stored, node, bucket, **r.of_bucket(r.bucket(bucket)))
 
 
@@ -370,7 +370,7 @@ def _order_grad_buffer(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} is a second gradient buffer of bucket {bucket.index} "
-            f"({bucket.label()}), after {before.made.name}. Pack into that one",
+            f"({bucket.label()}), after {before.made.name}. Pack into that one.",
         )
     buffer = Buffer(Holds.PACKED, node, bucket.index, slot_of(node))
     buffer.zeroed = bool(argument(node, 3))
@@ -386,12 +386,12 @@ def _order_pack(o: Order, node: fx.Node) -> None:
     bucket = o.layout.buckets[buffer.bucket]
     _, grads, offsets = node.args
     if len(grads) != len(offsets):
-        o.fail(node, f"{node.name} packs {len(grads)} gradients at {len(offsets)} offsets")
+        o.fail(node, f"{node.name} packs {len(grads)} gradients at {len(offsets)} offsets.")
     if buffer.reduced is not None:
         o.fail(
             node,
             f"{node.name} packs into bucket {bucket.index} ({bucket.label()}) after "
-            f"{buffer.reduced.name} has reduced it. Move the reduction after the last pack",
+            f"{buffer.reduced.name} has reduced it. Move the reduction after the last pack.",
         )
     for grad, offset in zip(grads, offsets, strict=True):
         _order_packed(o, node, buffer, bucket, grad, offset)
@@ -404,7 +404,7 @@ def _packed_buffer(o: Order, node: fx.Node) -> Buffer:
     spec = spec_of(packed)
     is_whole = spec is not None and (spec.kind is Kind.PACK or _is_grad_buffer(spec))
     if len(buffers) != 1 or buffers[0].kind is not Holds.PACKED or not is_whole:
-        o.fail(node, f"{node.name} is given {packed}, which is no gradient buffer")
+        o.fail(node, f"{node.name} is given {packed}, which is no gradient buffer.")
     return buffers[0]
 
 
@@ -420,24 +420,24 @@ def _order_packed(
         o.fail(
             node,
             f"{node.name} packs {name_of(grad)} at offset {offset}, where bucket "
-            f"{bucket.index} ({bucket.label()}) has no parameter",
+            f"{bucket.index} ({bucket.label()}) has no parameter.",
         )
     given = value(grad)
     if tuple(given.shape) != param.shape or given.dtype != bucket.compute_dtype:
         o.fail(
             node,
             f"the gradient packed for {param.name} is {given.dtype}{list(given.shape)}. The "
-            f"parameter is {bucket.compute_dtype}{list(param.shape)} ({user_line(grad)})",
+            f"parameter is {bucket.compute_dtype}{list(param.shape)} ({user_line(grad)}).",
         )
     before = buffer.packed.get(offset, grad)
     if before is not grad:
         o.fail(
             node,
             f"the gradient of {param.name} is packed twice: {name_of(before)}, then "
-            f"{name_of(grad)} ({user_line(grad)})",
+            f"{name_of(grad)} ({user_line(grad)}).",
         )
     if o.expected is not None and offset not in o.expected.get(bucket.index, {}):
-        o.fail(node, f"{node.name} packs a gradient of {param.name}, which has none")
+        o.fail(node, f"{node.name} packs a gradient of {param.name}, which has none.")
     buffer.packed[offset] = grad
 
 
@@ -445,10 +445,10 @@ def _order_reduce(o: Order, node: fx.Node) -> None:
     bucket, buffer = o.bucket(node), _packed_buffer(o, node)
     label = f"bucket {bucket.index} ({bucket.label()})"
     if buffer.bucket != bucket.index:
-        o.fail(node, f"{node.name} reduces as {label} the gradients of bucket {buffer.bucket}")
+        o.fail(node, f"{node.name} reduces as {label} the gradients of bucket {buffer.bucket}.")
     if bucket.index in o.reduced:
         first = o.reduced[bucket.index].made.name
-        o.fail(node, f"{label} is reduced twice: by {first} and by {node.name}")
+        o.fail(node, f"{label} is reduced twice: by {first} and by {node.name}.")
     spec = spec_of(node)
     assert spec is not None
     axis = reduction.first_axis(o.layout.mesh)
@@ -456,7 +456,7 @@ def _order_reduce(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{label} is sharded over {o.layout.shard_size} ranks: its reduction is "
-            f"{reduction.kind_over(axis)}, not {spec.name}",
+            f"{reduction.kind_over(axis)}, not {spec.name}.",
         )
     o.numel(node, o.layout.shard_numel(bucket), f"a shard of bucket {bucket.index}")
     _order_scale(o, node, label)
@@ -474,7 +474,7 @@ def _order_scale(o: Order, node: fx.Node, label: str) -> None:
         o.fail(
             node,
             f"{label} is reduced at scale {scale!r}. The mean over {world} ranks is "
-            f"1/{world} = {1.0 / world!r}",
+            f"1/{world} = {1.0 / world!r}.",
         )
 
 
@@ -485,14 +485,14 @@ def _order_complete(o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket) -> 
         o.fail(
             node,
             f"{node.name} reduces bucket {bucket.index} before the gradient of "
-            f"{missing[0].name} is packed. Move it after the last pack of the bucket",
+            f"{missing[0].name} is packed. Move it after the last pack of the bucket.",
         )
     if len(buffer.packed) < len(bucket.params) and not buffer.zeroed:
         rest = next(p.name for p in bucket.params if p.offset not in buffer.packed)
         o.fail(
             node,
             f"{node.name} reduces bucket {bucket.index}, where nothing was packed for {rest}: "
-            f"make {buffer.made.name} with zero=True",
+            f"make {buffer.made.name} with zero=True.",
         )
 
 
@@ -501,12 +501,12 @@ def reduced_slice(o: Order, node: fx.Node, bucket: Bucket, verb: str) -> Buffer:
     reduced: Any = node.args[0]
     buffers = o.roots[reduced]
     if len(buffers) != 1 or buffers[0].kind is not Holds.REDUCED:
-        o.fail(node, f"{node.name} {verb} {reduced}, which no reduction delivered")
+        o.fail(node, f"{node.name} {verb} {reduced}, which no reduction delivered.")
     if buffers[0].bucket != bucket.index:
         o.fail(
             node,
             f"{node.name} {verb} the reduced gradients of bucket {buffers[0].bucket} as those "
-            f"of bucket {bucket.index} ({bucket.label()})",
+            f"of bucket {bucket.index} ({bucket.label()}).",
         )
     return buffers[0]
 
@@ -519,10 +519,10 @@ def _order_store(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} stores {o.label(buffer)} directly from the device. Its bucket "
-            "is kept elsewhere. Store what offload_grad's wait returns",
+            "is kept elsewhere. Store what offload_grad's wait returns.",
         )
     if buffer.stored is not None:
-        o.fail(node, f"{o.label(buffer)} is stored twice: {buffer.stored.name} did it")
+        o.fail(node, f"{o.label(buffer)} is stored twice: {buffer.stored.name} did it.")
     o.dtype(node, bucket.dtype, f"a stored gradient of bucket {bucket.index}")
     buffer.stored = node
 
@@ -535,21 +535,21 @@ def _order_update(o: Order, node: fx.Node) -> None:
     label = f"bucket {bucket.index} ({bucket.label()})"
     if bucket.index in o.updates:
         first = o.updates[bucket.index].name
-        o.fail(node, f"{label} is updated twice: by {first} and by {node.name}")
+        o.fail(node, f"{label} is updated twice: by {first} and by {node.name}.")
     reduced = o.reduced.get(bucket.index)
     if reduced is None or reduced.stored is not stored:
-        o.fail(node, f"{node.name} updates {label} with {stored}, which is not its gradient")
+        o.fail(node, f"{node.name} updates {label} with {stored}, which is not its gradient.")
     held = o.roots[shard]
     is_shard = shard.op == "placeholder" and len(held) == 1 and held[0].kind is Holds.SHARD
     if not is_shard or held[0].bucket != bucket.index:
-        o.fail(node, f"{node.name} updates {label}, but is given {shard} as its shard")
+        o.fail(node, f"{node.name} updates {label}, but is given {shard} as its shard.")
     for buffer in o.buffers:
         is_sent = buffer.kind in (*FULL, Holds.STAGED, Holds.NEAR) and not buffer.landed
         if buffer.bucket == bucket.index and is_sent:
             o.fail(
                 node,
                 f"{node.name} overwrites the shard of {label} while {buffer.made.name} still "
-                "sends it. Move the update after the wait",
+                "sends it. Move the update after the wait.",
             )
     held[0].updated = o.updates[bucket.index] = node
     if _is_followed(o, bucket.index):
@@ -593,7 +593,7 @@ def _order_rows(o: Order, node: fx.Node) -> None:
             o.fail(
                 node,
                 f"{node.name} sends the rows {[i.name for i in indices]} of {name_of(grad)}, which "
-                f"has {has} ({user_line(grad)})",
+                f"has {has} ({user_line(grad)}).",
             )
 
 

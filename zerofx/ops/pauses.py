@@ -23,7 +23,7 @@ from zerofx.ops.gathers import erase_to_nothing, hold_nothing
 # -- code -----------------------------------------------------------------------------------------
 def _read(r: Calls, grads: Any) -> Any:
     if not isinstance(grads, list):
-        raise r.refuse("rt.pause takes a list: the gradients of inputs")
+        raise r.refuse("rt.pause takes a list: the gradients of inputs.")
     handed = [*grads]
     grads.clear()
     r.append(pause, [r.value(grad, "what rt.pause hands out") for grad in handed])
@@ -38,21 +38,21 @@ def _task(w: Walk, node: fx.Node) -> None:
 # -- proof ----------------------------------------------------------------------------------------
 def _order(o: Order, node: fx.Node) -> None:
     if o.paused is not None:
-        o.fail(node, f"{node.name} pauses a second time. {o.paused.name} has paused before")
+        o.fail(node, f"{node.name} pauses a second time. {o.paused.name} has paused before.")
     o.paused = node
     pairs = zip(o.program.outputs[o.name], o.program.results(o.name), strict=True)
     due = [result for spec, result in pairs if spec.role is Role.INPUT_GRAD]
     if list(node.args[0]) != due:  # type: ignore[arg-type]
         o.fail(
             node,
-            f"{node.name} hands out {node.args[0]}, and the gradients of inputs are {due}",
+            f"{node.name} hands out {node.args[0]}, and the gradients of inputs are {due}.",
         )
     for buffer in o.buffers:
         if what := _left_open(o, buffer):
             o.fail(
                 node,
                 f"{node.name} comes while {o.label(buffer)} {what}. Other micro-batches run "
-                "meanwhile. Move it before the pause, or all of it after the pause",
+                "meanwhile. Move it before the pause, or all of it after the pause.",
             )
 
 

@@ -206,13 +206,13 @@ def _order_joined_value(o: Order, node: fx.Node) -> None:
     flat, number, offset, shape = args(node)
     xs = args(launch_of(flat))[0] if launched(flat) is not None else None
     if not isinstance(xs, (list, tuple)) or not 0 <= number < len(xs):
-        o.fail(node, f"{node.name} takes value {number} of {name_of(flat)}, which has none")
+        o.fail(node, f"{node.name} takes value {number} of {name_of(flat)}, which has none.")
     before = sum(value(x).numel() for x in xs[:number])
     if offset != before or list(shape) != list(value(xs[number]).shape):
         o.fail(
             node,
             f"{node.name} takes {list(shape)} at {offset} for {name_of(xs[number])}, which is "
-            f"{list(value(xs[number]).shape)} at {before}",
+            f"{list(value(xs[number]).shape)} at {before}.",
         )
     o.roots.follow(node)
 

@@ -185,7 +185,7 @@ def _order_ring(o: Order, node: fx.Node) -> None:
     """Check that the steps of all ranks together are attention over the whole sequence."""
     *_, ranks, causal, _ = _constants(node)
     if fault := policy.fault_of(ranks, causal):
-        o.fail(node, f"{node.name} goes around {ranks} ranks, and of their chunks {fault}")
+        o.fail(node, f"{node.name} goes around {ranks} ranks, and of their chunks {fault}.")
 
 
 def _erase(numbering: Numbering, node: fx.Node) -> Any:

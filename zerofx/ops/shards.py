@@ -188,7 +188,7 @@ def _order_read(o: Order, node: fx.Node) -> None:
     o.own_shard(node, bucket)
     if bucket.source is not Tier.NVME:
         where = f"bucket {bucket.index} ({bucket.label()}) is gathered"
-        o.fail(node, f"{node.name}: {where} from the {bucket.source.value}, not from nvme")
+        o.fail(node, f"{node.name}: {where} from the {bucket.source.value}, not from nvme.")
     o.numel(node, o.layout.shard_numel(bucket), f"a shard of bucket {bucket.index}")
     o.add(node, Buffer(Holds.STAGED, node, bucket.index, landed=False))
 
@@ -199,14 +199,14 @@ def _order_reload(o: Order, node: fx.Node) -> None:
     label = f"bucket {bucket.index} ({bucket.label()})"
     _staged_shard(o, node, bucket)
     if not bucket.is_away:
-        o.fail(node, f"{node.name} reloads {label}, whose shard lives on the device")
+        o.fail(node, f"{node.name} reloads {label}, whose shard lives on the device.")
     o.numel(node, o.layout.shard_numel(bucket), f"a shard of {label}")
     o.dtype(node, bucket.compute_dtype, f"a reloaded shard of {label}")
     whole = o.layout.shard_size == 1
     if spec.stays != (bucket.source is Tier.DEVICE) or (spec.stays and whole):
         copied = "refresh" if whole else "refresh_shard"
         wanted = copied if bucket.source is Tier.DEVICE else "reload_shard"
-        o.fail(node, f"{label} is gathered from the {bucket.source.value}: use rt.{wanted}")
+        o.fail(node, f"{label} is gathered from the {bucket.source.value}: use rt.{wanted}.")
     kind = Holds.GATHERED if whole else Holds.NEAR
     buffer = Buffer(kind, node, bucket.index, slot_of(node), landed=False)
     buffer.behind = under_way(o, bucket) if spec.stays else None
@@ -228,7 +228,7 @@ def _staged_shard(o: Order, node: fx.Node, bucket: Bucket) -> None:
         o.fail(
             node,
             f"{node.name} of bucket {bucket.index} ({bucket.label()}), which is gathered from "
-            f"{bucket.source.value}, is given {what}",
+            f"{bucket.source.value}, is given {what}.",
         )
 
 

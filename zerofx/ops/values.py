@@ -102,7 +102,7 @@ def _read_reload(r: Calls, host: Tensor) -> Any:
 def _read_write_out(r: Calls, host: Tensor, name: str) -> Any:
     node = r.value(host, "what rt.write_out writes")
     if not isinstance(name, str):
-        raise r.refuse(f"rt.write_out names its value by a text, not by {name!r}")
+        raise r.refuse(f"rt.write_out names its value by a text, not by {name!r}.")
     return _append(r, write_out, node, info(node).index, more=(name,))
 
 
@@ -158,12 +158,12 @@ def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 def _order_offload(o: Order, node: fx.Node) -> None:
     x: Any = node.args[0]
     if any(b.kind is Holds.LEAVING for b in o.roots[x]):
-        o.fail(node, f"{node.name} offloads {name_of(x)} a second time")
+        o.fail(node, f"{node.name} offloads {name_of(x)} a second time.")
     if x.op != "call_function" or o.roots[x]:
         held = o.content(x, o.roots[x][0]) if o.roots[x] else f"{name_of(x)}, given"
-        o.fail(node, f"{node.name} offloads {held}: only a value of forward's own may leave")
+        o.fail(node, f"{node.name} offloads {held}: only a value of forward's own may leave.")
     if (root := alias_source(x)) is not x:
-        o.fail(node, f"{node.name} offloads {x.name}, a view. Offload {root.name} whole")
+        o.fail(node, f"{node.name} offloads {x.name}, a view. Offload {root.name} whole.")
     leaving = Buffer(Holds.LEAVING, x)
     views = [x]
     while views:
@@ -198,7 +198,7 @@ def _on(o: Order, kind: Holds, node: fx.Node, verb: str) -> Buffer:
     buffers = o.roots[moved]
     if len(buffers) != 1 or buffers[0].kind is not kind:
         where = AWAY[kind].replace("is", "is not")
-        o.fail(node, f"{node.name} {verb} {name_of(moved)}, which {where}")
+        o.fail(node, f"{node.name} {verb} {name_of(moved)}, which {where}.")
     return buffers[0]
 
 
@@ -207,15 +207,15 @@ def _is_first(o: Order, node: fx.Node, moved: Buffer, verb: str) -> None:
     first = moved.reloaded or moved.written
     what = name_of(node.args[0])  # type: ignore[arg-type]
     if first is not None and first.target is node.target:
-        o.fail(node, f"{what} is {verb} twice: by {first.name} and {node.name}")
+        o.fail(node, f"{what} is {verb} twice: by {first.name} and {node.name}.")
     if first is not None:
-        o.fail(node, f"{node.name} moves {what}, which {first.name} has moved already")
+        o.fail(node, f"{node.name} moves {what}, which {first.name} has moved already.")
 
 
 def _end(o: Order, node: fx.Node, launch: fx.Node) -> None:
     (buffer,) = o.roots[launch]
     if buffer.landed:
-        o.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
+        o.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}.")
     buffer.landed = True
     source = buffer.source if buffer.kind in AWAY else None
     if source is not None and source.kind is not Holds.STORED:  # a file is kept for the whole call

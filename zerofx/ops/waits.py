@@ -49,7 +49,7 @@ def _write(w: Function, node: fx.Node) -> tuple[str, ...]:
 
 def _read(r: Calls, flight: Launch) -> Any:
     if not isinstance(flight, Launch):
-        raise r.refuse("rt.wait takes what a launch returned")
+        raise r.refuse("rt.wait takes what a launch returned.")
     spec = spec_of(flight.node)
     assert spec is not None
     fields = r.told(flight.node) if spec.is_value else r.of_bucket(r.launched(flight.node))
@@ -82,13 +82,13 @@ def _order(o: Order, node: fx.Node) -> None:
     launch: fx.Node = node.args[0]  # type: ignore[assignment]
     spec = spec_of(launch)
     if spec is None or spec.kind is not Kind.LAUNCH:
-        o.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing")
+        o.fail(node, f"{node.name} waits for {name_of(launch)}, which launches nothing.")
     if spec.end is not None:
         spec.end(o, node, launch)
         return
     (buffer,) = o.roots[launch]
     if buffer.released is not None or buffer.taken is not None:
-        o.fail(node, f"{node.name} waits for {o.label(buffer)} after its release")
+        o.fail(node, f"{node.name} waits for {o.label(buffer)} after its release.")
     o.check_landed(node, buffer)
     buffer.landed = True
     if buffer.source is not None:
@@ -105,7 +105,7 @@ def end_once(o: Order, node: fx.Node, launch: fx.Node) -> None:
     """Make the result of a copy or move readable from here on."""
     (buffer,) = o.roots[launch]
     if buffer.landed:
-        o.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}")
+        o.fail(node, f"{launch.name} is waited for twice, the second time by {node.name}.")
     o.check_landed(node, buffer)
     buffer.landed = True
     o.roots.set(node, buffer)

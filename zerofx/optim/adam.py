@@ -29,7 +29,7 @@ class _FlatAdam(FlatOptimizer):
 
     def _set_state_bits(self, state_bits: int) -> None:
         if state_bits not in (8, 32):
-            raise OptimizerError(f"state_bits is {state_bits}, but states have 8 or 32 bits")
+            raise OptimizerError(f"state_bits is {state_bits}, but states have 8 or 32 bits.")
         if state_bits == 8:
             self.states_type = EightBitStates
 
@@ -46,12 +46,12 @@ class _FlatAdam(FlatOptimizer):
             if param.dtype != torch.float32:
                 raise OptimizerError(
                     f"{name_of(param)} is {param.dtype}, but state_bits=8 decodes its states to "
-                    "float32. Keep a float32 master copy (Plan(precision=...)), or use 32 bits"
+                    "float32. Keep a float32 master copy (Plan(precision=...)), or use 32 bits."
                 )
         if group["amsgrad"]:
             raise OptimizerError(
                 f"{type(self).__name__}: state_bits=8 keeps no maxima of second moments. Leave out "
-                "amsgrad or state_bits"
+                "amsgrad or state_bits."
             )
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -205,7 +205,7 @@ class EightBitStates(StretchStates):
         if stretch.bucket is not None and stretch.bucket.home is Tier.NVME:
             raise OptimizerError(
                 f"{stretch.bucket.label()}: 8-bit states cannot be on NVMe. Use state_bits=32, or "
-                "Plan.offload.optimizer = 'cpu'"
+                "Plan.offload.optimizer = 'cpu'."
             )
         pieces = [
             (held.own[0][0], stop - start)

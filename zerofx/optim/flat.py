@@ -240,7 +240,7 @@ class FlatOptimizer(Optimizer, ABC):
         """
         if max_grad_norm is not None and not max_grad_norm > 0.0:
             raise OptimizerError(
-                f"max_grad_norm is {max_grad_norm}, but must be positive. Give None not to clip"
+                f"max_grad_norm is {max_grad_norm}, but must be positive. Give None not to clip."
             )
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
@@ -258,7 +258,7 @@ class FlatOptimizer(Optimizer, ABC):
 
         A subclass that needs work between groups or ranks overrides `update_groups` instead.
         """
-        raise NotImplementedError(f"{type(self).__name__} has neither update nor update_groups")
+        raise NotImplementedError(f"{type(self).__name__} has neither update nor update_groups.")
 
     def update_groups(self, work: Sequence[tuple[dict[str, Any], Work]], scale: Any) -> None:
         """Update all groups; called on every rank, even if it owns no element of them."""
@@ -283,7 +283,7 @@ class FlatOptimizer(Optimizer, ABC):
         if group.get("differentiable"):
             raise OptimizerError(
                 f"{kind}: differentiable=True would record every update for autograd. Use "
-                f"torch.optim.{kind} on an uncompiled model for it"
+                f"torch.optim.{kind} on an uncompiled model for it."
             )
         for param in group["params"]:
             check_dtype(param, kind, self.takes_half)

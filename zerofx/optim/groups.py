@@ -56,7 +56,7 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
     if not all(isinstance(m, tuple) for m in members):
         raise OptimizerError(
             f'group {number} chooses by "names", so its "params" must have names. Give '
-            "model.named_parameters()"
+            "model.named_parameters()."
         )
     patterns = [names] if isinstance(names, str) else list(names)
     known = [name for name, _ in members]
@@ -65,7 +65,7 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
             near = difflib.get_close_matches(pattern, known, 3, 0.0)
             raise OptimizerError(
                 f"group {number}: {pattern!r} names none of the {len(known)} parameters. The "
-                f"nearest are {', '.join(near)}"
+                f"nearest are {', '.join(near)}."
             )
     chosen = [
         (name, p)
@@ -75,7 +75,7 @@ def _chosen(number: int, members: list[Any], names: Any, taken: set[int]) -> lis
     if not chosen:
         raise OptimizerError(
             f"group {number}: all parameters that {patterns} name are in earlier groups. Give "
-            "the narrower patterns first, or drop the group"
+            "the narrower patterns first, or drop the group."
         )
     return chosen
 
@@ -91,11 +91,11 @@ def check_adam_options(
             that of torch.optim.
     """
     if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
+        raise ValueError(f"Invalid learning rate: {lr}.")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}.")
     if not weight_decay >= 0.0:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        raise ValueError(f"Invalid weight_decay value: {weight_decay}.")
     if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
+        raise ValueError(f"Invalid epsilon value: {eps}.")

@@ -87,7 +87,7 @@ class BackwardUpdates:
         elif given:
             raise OptimizerError(
                 f"{name_of(given[0])}.grad was set by hand, but {_PLAN} makes all updates inside "
-                "backward. Set it to None, or use Plan(update='step')"
+                "backward. Set it to None, or use Plan(update='step')."
             )
 
     def note_load(self, optimizer: FlatOptimizer) -> None:

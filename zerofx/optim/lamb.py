@@ -65,12 +65,12 @@ class Lamb(FlatOptimizer):
         check_adam_options(lr, betas, weight_decay, eps)
         if eps == 0.0:
             raise ValueError(
-                "eps is 0.0: u would be 0 / 0 for elements that never had a gradient. Raise eps"
+                "eps is 0.0: u would be 0 / 0 for elements that never had a gradient. Raise eps."
             )
         if not 0.0 <= min_coeff <= max_coeff:
             raise ValueError(
                 f"min_coeff is {min_coeff} and max_coeff is {max_coeff}, but trust ratios are "
-                "clamped to [min_coeff, max_coeff]. Give 0 <= min_coeff <= max_coeff"
+                "clamped to [min_coeff, max_coeff]. Give 0 <= min_coeff <= max_coeff."
             )
         self._begin(max_grad_norm)
         defaults = {

@@ -53,7 +53,7 @@ class OwnMemory:
             raise OptimizerError(
                 f"a parameter of shape {list(param.shape)} has strides {list(param.stride())}, but "
                 "zerofx.optim steps over flat memory. Make it contiguous "
-                "(p.data = p.contiguous()), or use torch.optim for it"
+                "(p.data = p.contiguous()), or use torch.optim for it."
             )
         self.shape, self.length = param.shape, param.numel()
         self.own = ((0, self.length),)
@@ -93,12 +93,12 @@ def check_dtype(param: Tensor, optimizer: str, takes_half: bool) -> None:
         raise OptimizerError(
             f"{name_of(param)} is float16 without a float32 master copy, in which most updates of "
             f"{optimizer} vanish. Keep the model in float32 and compute in 16 bits with "
-            'Plan(precision="fp16"), or use SGD'
+            'Plan(precision="fp16"), or use SGD.'
         )
     if not param.is_floating_point():
         raise OptimizerError(
             f"{name_of(param)} is {param.dtype}, but {optimizer} of zerofx.optim takes real floats "
-            "only. Give it to the torch.optim optimizer of that name"
+            "only. Give it to the torch.optim optimizer of that name."
         )
 
 
@@ -257,7 +257,7 @@ def strided(grad: Tensor, param: Tensor) -> Tensor:
     if grad.layout is not torch.strided:
         raise OptimizerError(
             f"{name_of(param)}: its gradient is {grad.layout}, but zerofx.optim needs dense ones. "
-            "Make it with sparse=False, or give the parameter to torch.optim.SparseAdam"
+            "Make it with sparse=False, or give the parameter to torch.optim.SparseAdam."
         )
     return grad
 
@@ -492,7 +492,7 @@ def fill(view: Tensor, value: Tensor, param: Tensor, key: str) -> None:
     if value.shape != view.shape:
         raise OptimizerError(
             f"{name_of(param)}: the loaded state {key!r} has shape {list(value.shape)}, but the "
-            f"parameter has {list(view.shape)}"
+            f"parameter has {list(view.shape)}."
         )
     view.copy_(value)
 

@@ -62,8 +62,8 @@ class Pass(ABC):
         changes: dict[str, object] = {}
         for key, text in given.items():
             if key not in shown:
-                known = f"It has {', '.join(shown)}" if shown else "It has none"
-                raise PlanError(f"{self.name} has no option {key!r}{nearest(key, shown)}. {known}")
+                known = nearest(key, shown) if shown else ". It has none."
+                raise PlanError(f"{self.name} has no option {key!r}{known}")
             if text == shown[key]:
                 continue
             if key not in kinds or not set(kinds[key].split(" | ")) <= _PLAIN:

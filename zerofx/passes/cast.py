@@ -40,7 +40,7 @@ class Cast(Pass):
             raise PlanError(
                 f"Plan.precision computes in {wanted or 'the parameters own format'}, but this "
                 f"program was captured in {program.compute_dtype or 'that'}. Capture it with "
-                f"zerofx.capture(model, args, compute_dtype={wanted})"
+                f"zerofx.capture(model, args, compute_dtype={wanted})."
             )
         modules = module_dtypes(self.precision) or Patterns({})
         for name, param in program.params.items():
@@ -49,7 +49,7 @@ class Cast(Pass):
                 raise PlanError(
                     f"Plan.precision.modules computes with {name} in {chosen}, but this program "
                     f"was captured with it in {param.compute_dtype}. Capture it with "
-                    "zerofx.capture(model, args, module_dtypes={...})"
+                    "zerofx.capture(model, args, module_dtypes={...})."
                 )
         params = with_master(program.params.values(), self.precision)
         changed = sum(p.dtype is not program.params[p.name].dtype for p in params)

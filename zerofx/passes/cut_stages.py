@@ -87,7 +87,7 @@ def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str,
         raise PlanError(
             f"Plan.parallel.pipeline = {parallel.pipeline}{times} stages, and the model has "
             f"{len(units)} units ({', '.join(units) or 'no parameters'}): a stage has one at "
-            "least. Use fewer stages, or name smaller ones in Plan(units=[...])"
+            "least. Use fewer stages, or name smaller ones in Plan(units=[...])."
         )
     if parallel.cuts == "auto":
         starts = balanced([*weights.values()], parallel.num_stages)
@@ -97,7 +97,7 @@ def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str,
             raise PlanError(
                 f"Plan.parallel.cuts = {list(parallel.cuts)}: the stages begin at units number "
                 f"{starts}, which must grow, since each stage has one at least. The model's units "
-                f"are {', '.join(units)}"
+                f"are {', '.join(units)}."
             )
     return {unit: sum(i >= start for start in starts) - 1 for i, unit in enumerate(units)}
 
@@ -232,18 +232,18 @@ def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
                     f"{program.model_name}: forward writes to the {what} {spec.name or spec.index} "
                     "in an evaluation. With Plan.parallel.pipeline above 1 each stage has some of "
                     "the layers, and the others would not see it. Return the new value instead, "
-                    "or use pipeline = 1"
+                    "or use pipeline = 1."
                 )
             raise CaptureError(
                 f"{program.model_name}: forward writes to the {what} {spec.name}, as BatchNorm "
                 "does to its running statistics, and with Plan.parallel.pipeline above 1 it runs "
                 "on a part of the batch at a time. Use layers without running statistics, or "
-                "pipeline = 1"
+                "pipeline = 1."
             )
         if spec.role is Role.INPUT_GRAD:
             raise CaptureError(
                 f"{program.model_name}: input {spec.index} requires a gradient, which a pipeline "
-                "does not hand out. Detach it, or use pipeline = 1"
+                "does not hand out. Detach it, or use pipeline = 1."
             )
     if not program.has_loss_outside:
         return
@@ -252,7 +252,7 @@ def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
             f"{program.model_name}: forward returns no loss, and under Plan.parallel.schedule = "
             f"{schedule!r} backward begins before the last part of the batch is through. Give the "
             'labels to the model and return the loss from forward, or set schedule = "gpipe", '
-            "which runs all forwards first. Under torch.no_grad() forward may return anything"
+            "which runs all forwards first. Under torch.no_grad() forward may return anything."
         )
     check_results(program, name)
 
@@ -271,7 +271,7 @@ def check_results(program: Planned, name: str) -> None:
         raise CaptureError(
             f"{program.model_name}: a micro-batch has 1 sample. With Plan.parallel.pipeline above "
             "1 and a loss outside of forward, results of one sample cannot be told from results "
-            "of the whole batch. Use fewer micro_batches, or return the loss from forward"
+            "of the whole batch. Use fewer micro_batches, or return the loss from forward."
         )
     for leaf, number in program.calling.constants.items():
         if isinstance(number, (int, float)) and not isinstance(number, bool):
@@ -279,7 +279,7 @@ def check_results(program: Planned, name: str) -> None:
                 f"{program.model_name}: {program.calling.output_names[leaf]} is the number "
                 f"{number} for a micro-batch of {rows} samples, and may be another one for the "
                 "whole batch. With Plan.parallel.pipeline above 1 and a loss outside of forward, "
-                "leave it out, or return the loss from forward"
+                "leave it out, or return the loss from forward."
             )
     depends = {n for n in given if len(value(n)) == rows}
     for node in program.graph(name).nodes:
@@ -293,7 +293,7 @@ def check_results(program: Planned, name: str) -> None:
                 f"{program.model_name}: {label} has the shape {list(shape_of(value(result)))} for "
                 f"a micro-batch of {rows} samples. With Plan.parallel.pipeline above 1 and a loss "
                 "outside of forward, results are put together along dimension 0, which must be "
-                "the samples. Return it so, leave it out, or return the loss from forward"
+                "the samples. Return it so, leave it out, or return the loss from forward."
             )
 
 
@@ -481,7 +481,7 @@ class Cutting:
             raise CaptureError(
                 f"{self.program.model_name}: {source.name} ({info(source).line}) is no tensor, and "
                 f"crosses from pipeline stage {self.stage[source]} to stage {target}. Choose other "
-                "Plan.parallel.cuts"
+                "Plan.parallel.cuts."
             )
         self.crossing.setdefault((graph, target), {})[source] = None
 
@@ -538,7 +538,7 @@ class Cutting:
             f"Plan.parallel: {where.module or 'the model itself'}{line} reads "
             f"{param or node.name}, which is in pipeline stage {lies}, and runs in stage "
             f"{self.stage[node]}, since it needs what that stage computes. Choose "
-            "Plan.parallel.cuts so that both are in one stage"
+            "Plan.parallel.cuts so that both are in one stage."
         )
 
     # -- a stage's program ----------------------------------------------------------------------

@@ -221,6 +221,6 @@ def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
         f"({needed} bytes) per rank at stage {plan.stage} {how}, optimizer states of AdamW "
         f"included, but the budget is {format_bytes(plan.memory_budget)}. The "
         f"largest holders at that peak are {names}. Raise the budget to that value, "
-        f"shard more (stage, ranks){more}",
+        f"shard more (stage, ranks){more}.",
         needed,
     )

@@ -63,7 +63,7 @@ class KeepGathered(Pass):
                 f"per rank at stage {program.plan.stage} and world {program.world_size} with "
                 "nothing kept, optimizer states of AdamW included, but the budget is "
                 f"{format_bytes(self.budget_bytes)}. Raise the budget, shard more (stage, "
-                "ranks), or set activations='auto'",
+                "ranks), or set activations='auto'.",
                 least,
             )
         while too_many - fits > 1:

@@ -65,7 +65,7 @@ class OffloadActivations(Pass):
             raise PlanError(
                 f"host_budget: {program.model_name} would hold {format_bytes(size)} ({size} bytes) "
                 f"of activations on the host, but the budget is "
-                f"{format_bytes(self.host_budget_bytes)}. Raise it, or offload fewer units"
+                f"{format_bytes(self.host_budget_bytes)}. Raise it, or offload fewer units."
             )
         if groups:
             taken = {info(n).index: n for n in program.placeholders(BACKWARD, Role.SAVED)}

@@ -280,12 +280,12 @@ def parse(text: str) -> list[tuple[str, dict[str, str]]]:
     for spec in (part for line in lines for part in _divided(line)):
         name, brace, rest = spec.partition("{")
         if brace and not rest.endswith("}"):
-            raise PlanError(f"pipeline: {spec!r} has no closing brace")
+            raise PlanError(f"pipeline: {spec!r} has no closing brace.")
         options = {}
         for option in _divided(rest[:-1]):
             key, equals, value = option.partition("=")
             if not equals:
-                raise PlanError(f"pipeline: {option!r} in {spec!r} is not of the form name=value")
+                raise PlanError(f"pipeline: {option!r} in {spec!r} is not of the form name=value.")
             options[key.strip()] = value.strip()
         found.append((name.strip(), options))
     return found
@@ -312,9 +312,9 @@ def check_order(passes: Sequence[Pass]) -> None:
     facts = {Fact.CAPTURED}
     for p in passes:
         if missing := p.requires - facts:
-            raise PlanError(f"{p.name} runs before what it needs: {_names(missing)}")
+            raise PlanError(f"{p.name} runs before what it needs: {_names(missing)}.")
         if clash := p.conflicts & facts:
-            raise PlanError(f"{p.name} must run before: {_names(clash)}")
+            raise PlanError(f"{p.name} must run before: {_names(clash)}.")
         facts |= p.provides
 
 

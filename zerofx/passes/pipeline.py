@@ -12,7 +12,7 @@ from zerofx.analysis.memory.memory import memory
 from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.traffic import traffic
 from zerofx.collector import paused_collector
-from zerofx.errors import BudgetError, PlanError, ProgramError
+from zerofx.errors import BudgetError, PlanError, ProgramError, as_sentence
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import JOINT, Entry, Planned, Program, Record, Unproved
 from zerofx.ir.settle import take_forms
@@ -52,7 +52,7 @@ def check_host_budget(program: Planned) -> None:
         f"host_budget: {program.model_name} holds {format_bytes(report.host_bytes)} "
         f"({report.host_bytes} bytes) on the host per rank at stage {program.plan.stage} and world "
         f"{program.world_size} ({largest}), but the budget is {format_bytes(budget)}. Raise it "
-        "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more",
+        "to that, which is the least, shard over more ranks, or let the tier 'nvme' hold more.",
         report.host_bytes,
     )
 
@@ -91,7 +91,7 @@ def _apply(program: Planned, p: Pass, proof: Proof = Proof.EACH) -> Report:
         try:
             _prove(program)
         except ProgramError as error:
-            raise ProgramError(f"{p.name}: {error}") from None
+            raise ProgramError(f"{p.name}: {as_sentence(error)}") from None
     return report
 
 

@@ -405,7 +405,7 @@ class Place(Pass):
             named = [f"{what}, {n} times" if n > 1 else what for what, n in whole.most_common()]
             log.warning(
                 "%s: no rule says how ranks compute parts of %s. The inputs are gathered, and each "
-                "of %d ranks computes all of it",
+                "of %d ranks computes all of it.",
                 program.model_name, few(named), ranks,
             )  # fmt: skip
         told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
@@ -439,7 +439,7 @@ def _warn_of_whole(program: Planned, cut: Mapping[str, ParamInfo]) -> None:
             "%s: no layer of %s is cut over Plan.parallel.tensor = %d: neither names nor the graph "
             "say how, and each of these ranks computes all of it. Name layers whose outputs and "
             "inputs are to be divided, such as Plan(parallel={'placements': {'*.%s': 'colwise', "
-            "'*.%s': 'rowwise'}})",
+            "'*.%s': 'rowwise'}}).",
             program.model_name, few(found), program.plan.parallel.tensor, kind[0], kind[-1],
         )  # fmt: skip
 
@@ -709,7 +709,7 @@ class Placing:
         for line, heads in self.gathered.items():
             log.warning(
                 "%s (%s): %d heads are not divided by %sPlan.parallel.%s = %d: attention is "
-                "gathered, and each of these ranks computes all of it",
+                "gathered, and each of these ranks computes all of it.",
                 model, line, heads, "2 x " if self.zigzag else "", self.axis, ranks,
             )  # fmt: skip
         if not self.by_context:
@@ -718,20 +718,20 @@ class Placing:
             lengths = ", ".join(map(str, sorted(self.odd)))
             log.warning(
                 "%s: a sequence of %s positions is not cut over Plan.parallel.context = %d, which "
-                "%s not divide it: each of these ranks computes all of it. Pad the sequences",
+                "%s not divide it: each of these ranks computes all of it. Pad the sequences.",
                 model, lengths, ranks, "twice does" if self.zigzag else "does",
             )  # fmt: skip
         elif not self.streams:
             log.warning(
                 "%s: no values of [batch, length, width] are given to it or looked up in a table, "
                 "so that nothing is cut over Plan.parallel.context = %d: each of these ranks "
-                "computes all",
+                "computes all.",
                 model, ranks,
             )  # fmt: skip
         if self.returned and self.name == JOINT and self.program.plan.differentiate != "all":
             log.warning(
                 "%s returns %s with its loss, which is gathered on each of the %d ranks that "
-                "share a sequence. Plan(outputs='loss') leaves it out",
+                "share a sequence. Plan(outputs='loss') leaves it out.",
                 model, ", ".join(self.returned), ranks,
             )  # fmt: skip
 

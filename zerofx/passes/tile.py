@@ -130,7 +130,7 @@ def _refusal(param: ParamInfo, count: int, error: NotTiled) -> PlanError:
     return PlanError(
         f"Plan.tiling asks for {count} tiles of {param.name} {list(param.shape)}, but "
         f"{error.node.target}{at} reads it or its gradient, and only the products and lookups of "
-        "linear and embedding layers run tile by tile. Leave it out of the patterns"
+        "linear and embedding layers run tile by tile. Leave it out of the patterns."
     )
 
 

@@ -96,7 +96,7 @@ def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
             raise PlanError(
                 f"Plan.tiling names {pattern!r}, which covers {first.name} of shape "
                 f"{list(first.shape)} and no matrix. Only the weights of linear and embedding "
-                "layers are tiled"
+                "layers are tiled."
             )
     matches = [(p, patterns.match(p.name)) for p in params if len(p.shape) == 2]
     matrices = [(p, int(count)) for p, count in matches if count is not None]
@@ -104,7 +104,7 @@ def _named(params: Sequence[ParamInfo], patterns: Patterns) -> dict[str, int]:
         if p.aliases and count > 1:
             raise PlanError(
                 f"Plan.tiling: {p.name} is tied to {', '.join(p.aliases)}, and a weight that "
-                "layers share is not tiled. Leave it out of the patterns, or untie it"
+                "layers share is not tiled. Leave it out of the patterns, or untie it."
             )
     return {p.name: count for p, count in matrices}
 
@@ -114,14 +114,14 @@ def _check(param: ParamInfo, count: int, shard_size: int) -> None:
         return
     possible = list(_possible(param, shard_size))
     step = shard_size * _align(param)
-    way_out = "it cannot be tiled on so many ranks. Leave it out of the patterns"
+    way_out = "It cannot be tiled on so many ranks. Leave it out of the patterns."
     if possible:
         best = min(possible, key=lambda k: (abs(k - count), k))
-        way_out = f"the nearest valid number is {best}"
+        way_out = f"The nearest valid number is {best}."
     raise PlanError(
         f"Plan.tiling cuts {param.name} {list(param.shape)} into {count} tiles, but a tile must "
         f"have whole rows and a multiple of {step} elements ({shard_size} ranks, each aligned to "
-        f"{_align(param)}): {way_out}"
+        f"{_align(param)}). {way_out}"
     )
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofx.errors import PlanError
+from zerofx.errors import PlanError, as_sentence
 from zerofx.plan.ds_keys import (
     ALIASES,
     BY_LOWER_NAME,
@@ -84,7 +84,7 @@ class BatchSizes:
         if train is None and micro is None:
             raise PlanError(
                 "ds_config: train_batch_size and train_micro_batch_size_per_gpu are missing. Give "
-                "one of them"
+                "one of them."
             )
         if micro is None:
             assert train is not None
@@ -98,7 +98,7 @@ class BatchSizes:
             raise PlanError(
                 f"ds_config: train_batch_size = {train} is not train_micro_batch_size_per_gpu = "
                 f"{micro} x gradient_accumulation_steps = {accumulation} x {world_size} ranks = "
-                f"{micro * accumulation * world_size}. Change one of them, or leave one out"
+                f"{micro * accumulation * world_size}. Change one of them, or leave one out."
             )
         return train, micro, accumulation
 
@@ -130,7 +130,7 @@ class DsConfig:
         rows = [row for row in self.rows if row.verdict == "unknown" or row.is_warned]
         if rows:
             said = "; ".join(f"{row.key}: {row.why}" for row in rows)
-            warnings.warn(f"ds_config keys without effect: {said}", stacklevel=3)
+            warnings.warn(f"ds_config keys without effect: {as_sentence(said)}", stacklevel=3)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan and the rows as plain values."""
@@ -189,16 +189,16 @@ def _load(source: object) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, (str, os.PathLike)):
-        raise PlanError(f"ds_config is of type {type(source).__name__}. Give a path or a mapping")
+        raise PlanError(f"ds_config is of type {type(source).__name__}. Give a path or a mapping.")
     path = Path(source)
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise PlanError(
-            f"ds_config file {path}: {error.strerror}. Give an existing file"
+            f"ds_config file {path}: {error.strerror}. Give an existing file."
         ) from error
     except UnicodeDecodeError as error:
-        raise PlanError(f"ds_config file {path} is not UTF-8 text: {error}") from error
+        raise PlanError(f"ds_config file {path} is not UTF-8 text: {as_sentence(error)}") from error
     return read_mapping(text, f"ds_config file {path}", is_json=True)
 
 
@@ -434,7 +434,7 @@ class _Reading:
             plan = Plan(**fields)
         except PlanError as error:
             sources = [r.key for r in self.rows.values() if r.verdict == "translated"]
-            raise PlanError(f"ds_config ({', '.join(sources)}): {error}") from error
+            raise PlanError(f"ds_config ({', '.join(sources)}): {as_sentence(error)}") from error
         rows = [*map(self._as_written, self.rows.values()), *self.defaults]
         return DsConfig(
             plan=plan,
@@ -770,9 +770,9 @@ _NAMES = {"adam": "Adam", "adamw": "AdamW", "lamb": "Lamb", "lion": "Lion", "sgd
 def _refusal(rows: list[KeyVerdict]) -> str:
     """Return the error text that names every refused key."""
     if len(rows) == 1:
-        return f"ds_config: {rows[0]}"
+        return f"ds_config: {as_sentence(rows[0])}"
     return f"ds_config has {len(rows)} keys that are refused:\n" + "\n".join(
-        f"  {row}" for row in rows
+        f"  {as_sentence(row)}" for row in rows
     )
 
 

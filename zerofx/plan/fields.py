@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from zerofx.errors import PlanError
+from zerofx.errors import PlanError, as_sentence
 from zerofx.plan.sizes import parse_bytes
 from zerofx.schema import read_text, shown
 
@@ -71,16 +71,15 @@ def covers(pattern: str, name: str) -> bool:
 
 def refuse(where: str, value: object, allowed: str, way_out: str = "") -> PlanError:
     """Build the error for one bad value: field, value, allowed values, fix."""
-    return PlanError(
-        f"{where} = {shown(value)}: allowed {allowed}" + (f". {way_out}" if way_out else "")
-    )
+    fix = f" {as_sentence(way_out)}" if way_out else ""
+    return PlanError(f"{where} = {shown(value)}: allowed {allowed}.{fix}")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return `. Did you mean 'x'?` for the closest known name, or else a list of all names."""
     known = list(known)
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f". Did you mean {close[0]!r}?" if close else f". Known are {', '.join(known)}"
+    return f". Did you mean {close[0]!r}?" if close else f". Known are {', '.join(known)}."
 
 
 def check_names(what: str, given: Iterable[object], known: Iterable[str]) -> None:
@@ -171,7 +170,7 @@ def either(word: str, reader: Reader) -> Reader:
         try:
             return reader(where, value)
         except PlanError as error:
-            raise PlanError(f"{error}; or {word!r}") from None
+            raise PlanError(f"{error} {word!r} is allowed too.") from None
 
     return read
 
@@ -264,12 +263,12 @@ def read_value(source: str, what: str) -> Any:
         loader = _Loader(source)
         node = loader.get_single_node()
         if _num_values(node, {}) > _MOST_VALUES:
-            raise ValueError(f"it has over {_MOST_VALUES} values once its aliases are expanded")
+            raise ValueError(f"it has over {_MOST_VALUES} values once its aliases are expanded.")
         return None if node is None else loader.construct_document(node)
     except (yaml.YAMLError, ValueError) as error:
-        raise PlanError(f"{what} is not YAML: {error}") from error
+        raise PlanError(f"{what} is not YAML: {as_sentence(error)}") from error
     except RecursionError:
-        raise PlanError(f"{what} is nested too deep") from None
+        raise PlanError(f"{what} is nested too deep.") from None
 
 
 _MOST_BYTES, _MOST_VALUES = 16 << 20, 1_000_000
@@ -285,7 +284,7 @@ def _num_values(node: Any, known: dict[int, int | None]) -> int:
         return 1
     if id(node) in known:
         if (count := known[id(node)]) is None:
-            raise ValueError("an alias refers to a value that contains it")
+            raise ValueError("an alias refers to a value that contains it.")
         return count
     known[id(node)] = None
     pairs = isinstance(node, yaml.MappingNode)
@@ -300,13 +299,13 @@ def read_mapping(source: str, what: str, is_json: bool = False) -> dict[str, Any
         try:
             content = json.loads(source, object_pairs_hook=_once)
         except ValueError as error:
-            raise PlanError(f"{what} is not JSON: {error}") from error
+            raise PlanError(f"{what} is not JSON: {as_sentence(error)}") from error
         except RecursionError:
-            raise PlanError(f"{what} is nested too deep") from None
+            raise PlanError(f"{what} is nested too deep.") from None
     else:
         content = read_value(source, what)
     if not isinstance(content, dict):
-        raise PlanError(f"{what} holds {type(content).__name__}, not a mapping of fields")
+        raise PlanError(f"{what} holds {type(content).__name__}, not a mapping of fields.")
     return content
 
 
@@ -314,7 +313,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     names = [name for name, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name!r} is given twice. Keep one")
+            raise ValueError(f"{name!r} is given twice. Keep one.")
     return dict(pairs)
 
 
@@ -322,11 +321,11 @@ def load_mapping(path: Path, what: str) -> dict[str, Any]:
     """Read the mapping in a `.yaml`, `.yml` or `.json` file; every error names the file."""
     what = f"{what} file {path}"
     if path.suffix not in (".yaml", ".yml", ".json"):
-        raise PlanError(f"{what}: the name must end in .yaml, .yml or .json")
+        raise PlanError(f"{what}: the name must end in .yaml, .yml or .json.")
     try:
         source = read_text(path, _MOST_BYTES)
     except OSError as error:
-        raise PlanError(f"{what}: {error.strerror}. Give an existing file") from error
+        raise PlanError(f"{what}: {error.strerror}. Give an existing file.") from error
     except ValueError as error:  # also raised for a path with a null character
-        raise PlanError(f"{what}: {error}") from error
+        raise PlanError(f"{what}: {as_sentence(error)}") from error
     return read_mapping(source, what, is_json=path.suffix == ".json")

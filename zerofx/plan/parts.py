@@ -50,7 +50,7 @@ class LossScale:
         if self.dynamic and self.initial < self.minimum:
             raise PlanError(
                 f"Plan.precision.loss_scale.initial = {self.initial} is below minimum = "
-                f"{self.minimum}. Raise initial, or lower minimum"
+                f"{self.minimum}. Raise initial, or lower minimum."
             )
 
     @classmethod
@@ -112,18 +112,18 @@ class Precision:
         if self.loss_scale is not None and not self._has_fp16:
             raise PlanError(
                 f"Plan.precision.loss_scale = {self.loss_scale!r} contradicts compute = "
-                f"{self.compute!r}: only fp16 underflows. Drop loss_scale, or compute in fp16"
+                f"{self.compute!r}: only fp16 underflows. Drop loss_scale, or compute in fp16."
             )
         if self.loss_scale is None and self._has_fp16:
             raise PlanError(
                 "Plan.precision.loss_scale = None contradicts compute in 'fp16', whose gradients "
                 "underflow. Use loss_scale='dynamic', a fixed factor, or 'external' if "
-                "torch.amp.GradScaler scales the loss"
+                "torch.amp.GradScaler scales the loss."
             )
         if self.master not in ("fp32", self.compute):
             raise PlanError(
                 f"Plan.precision.master = {self.master!r} contradicts compute = {self.compute!r}: "
-                f"master weights are in fp32 or the compute format. Use one of these"
+                f"master weights are in fp32 or the compute format. Use one of these."
             )
 
     @classmethod
@@ -185,14 +185,14 @@ class Offload:
         if ("nvme" in self.tiers.values()) != (self.path is not None):
             raise PlanError(
                 f"Plan.offload.path = {self.path!r} contradicts the tiers {self.tiers}: only tier "
-                "'nvme' needs a path. Set path, or change the tier"
+                "'nvme' needs a path. Set path, or change the tier."
             )
         for name in ("delayed", "device_fraction"):
             if getattr(self, name) and self.optimizer == "none":
                 raise PlanError(
                     f"Plan.offload.{name} = {getattr(self, name)!r} contradicts optimizer = "
                     f"'none': it applies to the offloaded optimizer only. Set optimizer to 'cpu' "
-                    f"or 'nvme', or drop {name}"
+                    f"or 'nvme', or drop {name}."
                 )
 
     @property
@@ -311,7 +311,7 @@ class Parallel:
             name = "micro_batches" if self.cuts == "auto" else "cuts"
             raise PlanError(
                 f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it "
-                f"applies to pipeline stages only. Set pipeline, or drop {name}"
+                f"applies to pipeline stages only. Set pipeline, or drop {name}."
             )
         self._check_schedule()
         if self.cuts != "auto" and len(self.cuts) != self.num_stages - 1:
@@ -319,17 +319,17 @@ class Parallel:
             raise PlanError(
                 f"Plan.parallel.cuts has {len(self.cuts)} modules, but pipeline is "
                 f"{self.pipeline}{times}. Name the first module of every pipeline stage except the "
-                f"first: {self.num_stages - 1} in all"
+                f"first: {self.num_stages - 1} in all."
             )
         if self.sequence and self.tensor == 1:
             raise PlanError(
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
-                "the ranks of the tensor axis. Set tensor, or drop sequence"
+                "the ranks of the tensor axis. Set tensor, or drop sequence."
             )
         if self.attention == "ring" and self.context == 1:
             raise PlanError(
                 "Plan.parallel.attention = 'ring' contradicts context = 1: keys and values travel "
-                "around the ranks of the context axis. Set context, or drop attention"
+                "around the ranks of the context axis. Set context, or drop attention."
             )
         if self.context > 1:
             self._check_context()
@@ -337,19 +337,19 @@ class Parallel:
             name = "sequence" if self.sequence else "pipeline"
             raise PlanError(
                 f"Plan.parallel.placements = 'model' contradicts {name} = {getattr(self, name)}: "
-                f"the model itself exchanges values. Drop {name}"
+                f"the model itself exchanges values. Drop {name}."
             )
 
     def _check_context(self) -> None:
         if self.tensor > 1:
             raise PlanError(
                 f"Plan.parallel.context = {self.context} does not go with tensor = {self.tensor} "
-                "yet. Leave one of the two out"
+                "yet. Leave one of the two out."
             )
         if self.placements != "auto":
             raise PlanError(
                 f"Plan.parallel.placements contradicts context = {self.context}: it is about "
-                "layers that are cut over the tensor axis. Drop it"
+                "layers that are cut over the tensor axis. Drop it."
             )
 
     def _check_schedule(self) -> None:
@@ -358,24 +358,24 @@ class Parallel:
             raise PlanError(
                 f"Plan.parallel.interleave = {self.interleave} contradicts schedule = "
                 f"{self.schedule!r}: 'interleaved' has two stages or more on each rank, and the "
-                "others have one. Set both, or neither"
+                "others have one. Set both, or neither."
             )
         if is_interleaved and self.pipeline == 1:
             raise PlanError(
                 "Plan.parallel.schedule = 'interleaved' contradicts pipeline = 1: one rank has all "
-                "stages. Set pipeline, or drop schedule and interleave"
+                "stages. Set pipeline, or drop schedule and interleave."
             )
         if self.schedule == "zero-bubble" and self.pipeline == 1:
             raise PlanError(
                 "Plan.parallel.schedule = 'zero-bubble' contradicts pipeline = 1: one rank waits "
-                "for no other. Set pipeline, or drop schedule"
+                "for no other. Set pipeline, or drop schedule."
             )
         num = 0 if self.micro_batches == "auto" else int(self.micro_batches)
         if is_interleaved and num % self.pipeline:
             raise PlanError(
                 f"Plan.parallel.micro_batches = {num} is no multiple of pipeline = "
                 f"{self.pipeline}, by which 'interleaved' goes through a rank's stages. Choose a "
-                "multiple, or schedule = '1f1b'"
+                "multiple, or schedule = '1f1b'."
             )
 
     @classmethod
@@ -503,7 +503,7 @@ def read_ignored(where: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
         raise PlanError(
             f"{where} is a {type(value).__name__}: allowed is a list of name patterns. For a set "
-            "of parameters, give [n for n, p in model.named_parameters() if p in the_set]"
+            "of parameters, give [n for n, p in model.named_parameters() if p in the_set]."
         )
     return tuple(text(where, pattern) for pattern in value)
 

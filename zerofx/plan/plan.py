@@ -195,7 +195,7 @@ class Plan:
     def __new__(cls, *args: Any, **fields: Any) -> Plan:
         """Refuse unknown names here: the generated `__init__` would raise a plain TypeError."""
         if args:
-            raise PlanError(f"Plan takes its fields by name. Write Plan(stage={args[0]!r})")
+            raise PlanError(f"Plan takes its fields by name. Write Plan(stage={args[0]!r}).")
         check_names("plan", fields, cls.__dataclass_fields__)
         return super().__new__(cls)
 
@@ -222,14 +222,14 @@ class Plan:
             said = " x ".join(f"parallel.{axis} = {size}" for axis, size in axes.items())
             raise PlanError(
                 f"Plan.{said} does not divide the world of {world_size} ranks. Use a divisor, or "
-                "start another number of ranks"
+                "start another number of ranks."
             )
         world_size //= self.parallel.num_dividing
         shard_size = 1 if self.stage == 0 else self.shard_axis_size or world_size
         if world_size % shard_size:
             raise PlanError(
                 f"Plan.shard_axis_size = {shard_size} does not divide the world of {world_size} "
-                "ranks. Use a divisor, or None to shard over all ranks"
+                "ranks. Use a divisor, or None to shard over all ranks."
             )
         self.node_size(shard_size)
         return shard_size, world_size // shard_size
@@ -253,14 +253,14 @@ class Plan:
         if size > 1 and size % tensor:
             raise PlanError(
                 f"Plan.{name} = {size} is no multiple of parallel.tensor = {tensor}, whose ranks "
-                "share each layer within a node. Use the number of ranks per node"
+                "share each layer within a node. Use the number of ranks per node."
             )
         if size >= shard_size * tensor:
             return 1
         if shard_size * tensor % size:
             raise PlanError(
                 f"Plan.{name} = {size} does not divide the {shard_size * tensor} ranks that "
-                "share buckets and layers. Use the number of ranks per node"
+                "share buckets and layers. Use the number of ranks per node."
             )
         return max(size // tensor, 1)
 
@@ -349,14 +349,14 @@ def as_plan(plan: Plan | Mapping[str, Any] | str | os.PathLike[str] | None) -> P
         return Plan.load(plan)
     hint = ""
     if isinstance(plan, int) and not isinstance(plan, bool):
-        hint = f". Did you mean Plan(stage={plan})?"
+        hint = f" Did you mean Plan(stage={plan})?"
     elif hasattr(plan, "param_groups"):
-        hint = ". Pass an optimizer as optimizer="
+        hint = " Pass an optimizer as optimizer=."
     elif plan is Plan:
-        hint = ". This is the class: write Plan()"
+        hint = " This is the class: write Plan()."
     raise PlanError(
         f"plan is of type {type(plan).__name__}. Give a Plan, a dict, a YAML or JSON path, or "
-        f"None{hint}"
+        f"None.{hint}"
     )
 
 

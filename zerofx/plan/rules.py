@@ -17,18 +17,18 @@ def contradictions(plan: Plan) -> Iterator[str]:
     if plan.stage == 0 and plan.shard_axis_size is not None:
         yield (
             f"Plan.shard_axis_size = {plan.shard_axis_size} contradicts stage = 0, which shards "
-            "nothing. Drop shard_axis_size, or use stage 1, 2 or 3"
+            "nothing. Drop shard_axis_size, or use stage 1, 2 or 3."
         )
     if plan.activations == "auto" and plan.memory_budget is None:
         yield (
             "Plan.activations = 'auto' solves under memory_budget, which is None. Set "
-            "memory_budget (\"40GiB\"), or use 'keep', 'recompute' or a fraction"
+            "memory_budget (\"40GiB\"), or use 'keep', 'recompute' or a fraction."
         )
     if plan.activations == "auto" and plan.offload.activations == "nvme":
         yield (
             "Plan.activations = 'auto' contradicts offload.activations = 'nvme': hardware "
             "descriptions have no NVMe speed, so offload cannot be weighed against recomputation. "
-            "Use offload.activations='cpu', or set activations"
+            "Use offload.activations='cpu', or set activations."
         )
     yield from _against_offload(plan)
     yield from _against_tiling(plan)
@@ -36,31 +36,31 @@ def contradictions(plan: Plan) -> Iterator[str]:
     if plan.outputs == "loss" and plan.differentiate == "all":
         yield (
             "Plan.outputs = 'loss' contradicts differentiate = 'all', which needs the outputs "
-            "that it leaves out. Change one of them"
+            "that it leaves out. Change one of them."
         )
     if plan.update == "in-backward" and plan.precision.loss_scale is not None:
         yield (
             "Plan.update = 'in-backward' contradicts precision.loss_scale: an overflow is known "
             "only after the last gradient, when the first parameters are already updated. Compute "
-            "in bf16 or fp32, or use update='step'"
+            "in bf16 or fp32, or use update='step'."
         )
     if plan.secondary_shard_size is not None and plan.stage < 3:
         yield (
             f"Plan.secondary_shard_size = {plan.secondary_shard_size} needs stage = 3, whose "
             f"backward gathers parameters again; the plan has stage = {plan.stage}. Raise stage, "
-            "or drop secondary_shard_size"
+            "or drop secondary_shard_size."
         )
     if plan.hierarchical_size is not None and plan.stage == 0:
         yield (
             f"Plan.hierarchical_size = {plan.hierarchical_size} contradicts stage = 0, which "
-            "shards nothing. Drop hierarchical_size, or use stage 1, 2 or 3"
+            "shards nothing. Drop hierarchical_size, or use stage 1, 2 or 3."
         )
     sizes = {plan.secondary_shard_size, plan.hierarchical_size} - {None}
     if len(sizes) > 1:
         yield (
             f"Plan.secondary_shard_size = {plan.secondary_shard_size} contradicts "
             f"hierarchical_size = {plan.hierarchical_size}: both are the ranks per node. Set both "
-            "to the same number"
+            "to the same number."
         )
     if (
         plan.hierarchical_size
@@ -70,7 +70,7 @@ def contradictions(plan: Plan) -> Iterator[str]:
         yield (
             f"Plan.hierarchical_size = {plan.hierarchical_size} has no effect: collectives in "
             "8-bit blocks take one step, and none is left. Drop hierarchical_size, or "
-            "quantized_gradients"
+            "quantized_gradients."
         )
     yield from _against_quantized(plan)
     yield from _against_islands(plan)
@@ -113,7 +113,7 @@ def _against_islands(plan: Plan) -> Iterator[str]:
         if is_set:
             yield (
                 f"Plan.islands = {list(plan.islands)!r} contradicts {other}, for which every "
-                "module is part of a program. Change one of them"
+                "module is part of a program. Change one of them."
             )
 
 
@@ -123,35 +123,35 @@ def _against_graphs(plan: Plan) -> Iterator[str]:
     if plan.debug:
         yield (
             "Plan.cuda_graph = True contradicts debug = True, which stops at every region. "
-            "Change one of them"
+            "Change one of them."
         )
     if plan.sparse_gradients:
         yield (
             "Plan.cuda_graph = True contradicts sparse_gradients = True, with which the number of "
-            "rows sent depends on the batch. Change one of them"
+            "rows sent depends on the batch. Change one of them."
         )
     if plan.precision.loss_scale not in (None, "external"):
         yield (
             "Plan.cuda_graph = True contradicts precision.loss_scale, a factor on the host that a "
             "replayed graph cannot follow. Compute in bf16, or let torch.amp.GradScaler scale the "
-            "loss (loss_scale='external')"
+            "loss (loss_scale='external')."
         )
     if _offloaded_patterns(plan) or plan.offload.activations != "none":
         yield (
             "Plan.cuda_graph = True contradicts offloaded activations: every replay would use the "
             "same host memory, so activations of two live forwards would overwrite each other. "
-            "Keep or recompute them, or use cuda_graph=False"
+            "Keep or recompute them, or use cuda_graph=False."
         )
     if {plan.offload.optimizer, plan.offload.parameters} != {"none"}:
         yield (
             "Plan.cuda_graph = True contradicts offloaded parameters and optimizers: the host "
             "waits for each copy and moves only changed data, which a replay cannot do. Keep them "
-            "on the device, or use cuda_graph=False"
+            "on the device, or use cuda_graph=False."
         )
     if plan.update == "in-backward":
         yield (
             "Plan.cuda_graph = True contradicts update = 'in-backward': the optimizer reads rates "
-            "and step counts on the host, inside the replayed part. Use update='step'"
+            "and step counts on the host, inside the replayed part. Use update='step'."
         )
 
 
@@ -162,18 +162,18 @@ def _against_quantized(plan: Plan) -> Iterator[str]:
         if plan.numerics == "bitwise":
             yield (
                 f"Plan.{name} = True rounds values to 8 bits on their way, which numerics = "
-                "'bitwise' excludes. Use numerics='fast', or drop it"
+                "'bitwise' excludes. Use numerics='fast', or drop it."
             )
         if plan.stage < least:
             what = "gathers parameters in each step" if least == 3 else "shards"
             yield (
                 f"Plan.{name} = True needs stage = {least} or above, which {what}. The plan has "
-                f"stage = {plan.stage}. Raise stage, or drop {name}"
+                f"stage = {plan.stage}. Raise stage, or drop {name}."
             )
     if plan.quantized_gradients and plan.sparse_gradients:
         yield (
             "Plan.quantized_gradients = True contradicts sparse_gradients = True: a table's "
-            "gradients travel in one form. Change one of them"
+            "gradients travel in one form. Change one of them."
         )
 
 
@@ -181,23 +181,23 @@ def _against_offload(plan: Plan) -> Iterator[str]:
     if plan.stage < 3 and plan.offload.parameters != "none":
         yield (
             f"Plan.offload.parameters = {plan.offload.parameters!r} contradicts stage = "
-            f"{plan.stage}: only stage 3 shards parameters. Use stage 3, or drop it"
+            f"{plan.stage}: only stage 3 shards parameters. Use stage 3, or drop it."
         )
     if plan.stage == 0 and plan.offload.optimizer != "none":
         yield (
             f"Plan.offload.optimizer = {plan.offload.optimizer!r} contradicts stage = 0: every "
-            "host would keep all states. Use stage 1, 2 or 3, or drop it"
+            "host would keep all states. Use stage 1, 2 or 3, or drop it."
         )
     if plan.host_budget is not None and not (plan.offload.is_used or _offloaded_patterns(plan)):
         yield (
             f"Plan.host_budget = {exact_bytes(plan.host_budget)!r} limits the memory of offload, "
-            "but nothing is offloaded. Set offload, or drop host_budget"
+            "but nothing is offloaded. Set offload, or drop host_budget."
         )
     if plan.offload.delayed and (plan.update == "step" or plan.offload.optimizer != "cpu"):
         yield (
             f"Plan.offload.delayed = True contradicts update = {plan.update!r} with optimizer = "
             f"{plan.offload.optimizer!r}: only updates that backward starts on the host can run "
-            "one step late. Use update='in-backward' and optimizer='cpu', or drop delayed"
+            "one step late. Use update='in-backward' and optimizer='cpu', or drop delayed."
         )
 
 
@@ -235,7 +235,7 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
             if is_set:
                 yield (
                     f"Plan.parallel.{axis} = {axes[axis]} does not support {name} yet. Leave one "
-                    "of the two out"
+                    "of the two out."
                 )
 
 
@@ -243,12 +243,12 @@ def _against_tiling(plan: Plan) -> Iterator[str]:
     if plan.tiling == "auto" and plan.memory_budget is None:
         yield (
             "Plan.tiling = 'auto' tiles parameters that are large for memory_budget, which is "
-            'None. Set memory_budget ("40GiB"), or name the parameters and their tiles'
+            'None. Set memory_budget ("40GiB"), or name the parameters and their tiles.'
         )
     if plan.tiling != "off" and plan.update == "in-backward":
         yield (
             "Plan.tiling contradicts update = 'in-backward': the gradient of a tiled parameter "
-            "arrives tile by tile, but its optimizer steps once over all of it. Use update='step'"
+            "arrives tile by tile, but its optimizer steps once over all of it. Use update='step'."
         )
 
 

@@ -23,7 +23,7 @@ def parse_bytes(size: object, where: str = "size") -> int:
         PlanError: it is not a whole, non-negative number of bytes, or its unit is unknown or
             ambiguous; the message starts with `where`.
     """
-    way_out = 'Give a whole number of bytes, or a string like "40GiB" or "512KiB"'
+    way_out = 'Give a whole number of bytes, or a string like "40GiB" or "512KiB".'
     if isinstance(size, float) and size.is_integer():
         size = int(size)
     if isinstance(size, int) and not isinstance(size, bool):
@@ -36,7 +36,7 @@ def parse_bytes(size: object, where: str = "size") -> int:
     number, unit = match[1], match[2].upper() or "B"
     if unit not in UNITS:
         known = "B, KiB, MiB, GiB, TiB (powers of 1024) and KB, MB, GB, TB (powers of 1000)"
-        raise PlanError(f"{where} = {size!r}: unknown unit {match[2]!r}. Allowed are {known}")
+        raise PlanError(f"{where} = {size!r}: unknown unit {match[2]!r}. Allowed are {known}.")
     return round(float(number) * UNITS[unit]) if "." in number else int(number) * UNITS[unit]
 
 

@@ -96,7 +96,7 @@ class Engine:
     def __getattr__(self, name: str) -> Any:
         method = added_method(name)
         if method is None:
-            raise AttributeError(f"the engine has no method {name!r}")
+            raise AttributeError(f"the engine has no method {name!r}.")
         bound = self.__dict__[name] = partial(method, self)
         return bound
 

@@ -239,7 +239,7 @@ class PipelineRun:
 
         def moves() -> None:
             for _ in rest:
-                raise AssertionError("a step waits for the caller once")
+                raise AssertionError("a step waits for the caller once.")
 
         return self._with_gradients(step, moves)
 
@@ -473,18 +473,18 @@ def _check_backward(run: PipelineRun, is_left: bool) -> None:
     if torch.is_grad_enabled():
         raise GradientError(
             f"{label}: create_graph=True needs gradients of gradients, which a compiled "
-            "backward does not have. Use the uncompiled model for double backward"
+            "backward does not have. Use the uncompiled model for double backward."
         )
     if not is_left:
         raise GradientError(
             f"{label}: backward ran a second time, but a pipeline hands the gradients of a "
-            "step out once. Call the model again, or add the losses and call backward once"
+            "step out once. Call the model again, or add the losses and call backward once."
         )
     if not will_run(run._anchor.always):
         raise GradientError(
             f"{label}: a pipeline sets p.grad of all parameters, and was asked for some "
             "gradients alone (torch.autograd.grad, or backward(inputs=...)). Call "
-            "loss.backward() and read p.grad"
+            "loss.backward() and read p.grad."
         )
 
 

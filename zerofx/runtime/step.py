@@ -269,7 +269,7 @@ class Executable:
         """Run the second part of a divided backward, under the same conditions."""
         self.engine.gradients.updates.begin()
         for _ in rest:
-            raise AssertionError("backward pauses twice")
+            raise AssertionError("backward pauses twice.")
         self._end_part(is_last)
 
     def _call_backward(self, saved: list[Tensor], tangents: dict[int, Tensor]) -> Any:

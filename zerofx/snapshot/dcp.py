@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, W
 from torch.distributed.checkpoint.storage import WriteResult
 
 from zerofx.compat.checkpoint import INDEX_PARTS, file_of, storage_info
-from zerofx.errors import SnapshotError, ZerofxError
+from zerofx.errors import SnapshotError, ZerofxError, as_sentence
 from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
 from zerofx.schema import DAMAGE, MOST, FormError
 from zerofx.snapshot.held import HeldFiles
@@ -113,7 +113,9 @@ class SaveSteps:
         try:
             combined, self._metadata = self._planner.create_global_plan(plans)
         except ValueError as error:
-            raise SnapshotError(f"the ranks hold different parts of a state: {error}") from error
+            raise SnapshotError(
+                f"the ranks hold different parts of a state: {as_sentence(error)}"
+            ) from error
         mine = self._writer.prepare_global_plan(combined)[self._rank]
         self._plan = self._planner.finish_plan(mine)
         return [sum(map(_num_bytes, plan.items)) for plan in combined]
@@ -141,7 +143,7 @@ class SaveSteps:
         except ZerofxError:
             raise
         except RuntimeError as error:  # raised by torch.save if the file system refused a write
-            raise SnapshotError(f"{self._folder / name}: {error}") from error
+            raise SnapshotError(f"{self._folder / name}: {as_sentence(error)}") from error
         return found
 
     def _put(self, item: WriteItem, file: BinaryIO, name: str) -> WriteResult:
@@ -241,7 +243,9 @@ class _Reader(FileSystemReader):
             found = IndexUnpickler(self._held.stream(INDEX)).load()
             check_index(found)
         except DAMAGE as error:
-            raise SnapshotError(f"{path}: not the index of a snapshot: {error}") from error
+            raise SnapshotError(
+                f"{path}: not the index of a snapshot: {as_sentence(error)}"
+            ) from error
         assert isinstance(found, Metadata)
         return found
 
@@ -275,7 +279,7 @@ def merged(indexes: Sequence[bytes], wanted: Collection[str] = ()) -> bytes:
         if missing := sorted(set(wanted) - found.state_dict_metadata.keys()):
             raise FormError(f"{missing[0]} is missing")
     except DAMAGE as error:
-        raise SnapshotError(str(error)) from error
+        raise SnapshotError(as_sentence(error)) from error
     return pickle.dumps(found)
 
 
@@ -415,7 +419,8 @@ class LoadSteps:
             if not 0 <= info.offset <= end <= file_bytes.get(info.relative_path, -1):
                 raise SnapshotError(
                     f"{where}: {index.fqn} should be at {info.offset}:{end} of "
-                    f"{info.relative_path}, which has {file_bytes.get(info.relative_path, 0)} bytes"
+                    f"{info.relative_path}, which has "
+                    f"{file_bytes.get(info.relative_path, 0)} bytes."
                 )
 
     def keys(self, part: str) -> set[str]:
@@ -431,7 +436,7 @@ class LoadSteps:
             self._reader.set_up_storage_reader(self.index, is_coordinator=True)
             local = self._reader.prepare_local_plan(self._planner.create_local_plan())
         except (RuntimeError, ValueError) as error:  # a missing key, or another size
-            raise SnapshotError(f"{self._where}: {error}") from error
+            raise SnapshotError(f"{self._where}: {as_sentence(error)}") from error
         plans = self._planner.create_global_plan([local])
         self._plan: LoadPlan = self._planner.finish_plan(plans[0])
 

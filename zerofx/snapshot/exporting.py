@@ -61,7 +61,7 @@ def export(
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
             f"{target}: export needs a model that zerofx.compile returned, but this is a plain "
-            f"{type(model).__name__}. Use safetensors.torch.save_model"
+            f"{type(model).__name__}. Use safetensors.torch.save_model."
         )
     path = place(target)
     world, what = model._zerofx.engine.world, f"zerofx.export to {path}"
@@ -143,7 +143,7 @@ def _lay_out(name: str, tensors: Mapping[str, Tensor], aliases: Mapping[str, str
     for key, tensor in order:
         dtype = _NAMES.get(tensor.dtype)
         if dtype is None:
-            raise SnapshotError(f"{key} is {tensor.dtype}, which safetensors files cannot hold")
+            raise SnapshotError(f"{key} is {tensor.dtype}, which safetensors files cannot hold.")
         starts[key], begin, end = end, end, end + tensor.nbytes
         entries[key] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -194,10 +194,10 @@ class _Export:
         """Check the target, lock it, and make a hidden directory on its file system."""
         path = self._path
         if self._is_file and (path.is_dir() or is_mount(path)):
-            raise SnapshotError(f"{path} is a directory or a mount point. Give the name of a file")
+            raise SnapshotError(f"{path} is a directory or a mount point. Give the name of a file.")
         if not self._is_file and os.path.lexists(path) and not path.is_dir():
             raise SnapshotError(
-                f"{path} is a file. Give a directory, or a name ending in .safetensors"
+                f"{path} is a file. Give a directory, or a name ending in .safetensors."
             )
         parent, name = (path.parent, path.name) if self._is_file else (path, "export")
         if not os.path.lexists(parent):

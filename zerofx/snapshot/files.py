@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX
 
 from zerofx import schema
-from zerofx.errors import NoSnapshotError, SnapshotError
+from zerofx.errors import NoSnapshotError, SnapshotError, as_sentence
 from zerofx.schema import FormError
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
 from zerofx.snapshot.target import INDEX, MANIFEST, MARK, VALUES, beside, place, write_file
@@ -101,9 +101,9 @@ def open_snapshot(name: Path) -> OpenSnapshot:
             found = OpenSnapshot(left)
         except FileNotFoundError:
             raise Replaced(f"a save is publishing {folder}") from None
-        log.warning("%s: a save was interrupted while publishing; reading %s", folder, left)
+        log.warning("%s: a save was interrupted while publishing; reading %s.", folder, left)
         return found
-    raise NoSnapshotError(f"{folder}: no such directory")
+    raise NoSnapshotError(f"{folder}: no such directory.")
 
 
 def is_there(folder: Path) -> bool:
@@ -132,7 +132,7 @@ def damaged_left_out(folder: Path) -> Iterator[None]:
     except (FileNotFoundError, Replaced):  # another save has removed it, or is publishing
         return
     except (SnapshotError, OSError) as error:
-        log.warning("zerofx: %s is left out: %s", folder, error)
+        log.warning("zerofx: %s is left out: %s", folder, as_sentence(error))
 
 
 class OpenSnapshot:
@@ -149,7 +149,7 @@ class OpenSnapshot:
         try:
             self.files = HeldFiles(folder)
         except NotADirectoryError as error:
-            raise SnapshotError(f"{folder} is a file. A snapshot is a directory") from error
+            raise SnapshotError(f"{folder} is a file. A snapshot is a directory.") from error
         try:
             with self.watched():
                 self.manifest = self._read_manifest()
@@ -201,25 +201,25 @@ class OpenSnapshot:
         try:
             num_bytes = self.files.num_bytes(MANIFEST)
             if num_bytes > _MOST_MANIFEST_BYTES:
-                raise SnapshotError(f"{path}: {num_bytes} bytes are too many for a manifest")
+                raise SnapshotError(f"{path}: {num_bytes} bytes are too many for a manifest.")
             text = self.files.stream(MANIFEST).read()
         except FileNotFoundError:
             raise SnapshotError(
-                f"{_what_lies_in(self.folder)}. A snapshot of zerofx.save has a {MANIFEST}"
+                f"{_what_lies_in(self.folder)}. A snapshot of zerofx.save has a {MANIFEST}."
             ) from None
         try:
             found = schema.parse_json(text)
         except FormError as error:
-            raise SnapshotError(f"{path}: truncated or damaged ({error})") from error
+            raise SnapshotError(f"{path}: truncated or damaged ({error}).") from error
         if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot")
+            raise SnapshotError(f"{path}: not the manifest of a zerofx snapshot.")
         if found.get("version") != VERSION:
             raise SnapshotError(
-                f"{path}: format {found.get('version')}, but this zerofx reads format {VERSION}"
+                f"{path}: format {found.get('version')}, but this zerofx reads format {VERSION}."
             )
         if found.pop("checksum", None) != _digest(found):
             raise SnapshotError(
-                f"{path}: its contents do not match its checksum: damaged or edited"
+                f"{path}: its contents do not match its checksum: damaged or edited."
             )
         try:
             schema.check(found, _MANIFEST)
@@ -227,7 +227,7 @@ class OpenSnapshot:
                 if name not in found["files"]:
                     raise FormError(f"files.{name} is missing")
         except FormError as error:
-            raise SnapshotError(f"{path}: {error}, so it is damaged or edited") from error
+            raise SnapshotError(f"{path}: {error}, so it is damaged or edited.") from error
         return found
 
     def _hold_all(self) -> None:
@@ -252,16 +252,16 @@ class OpenSnapshot:
             try:
                 found = self.files.num_bytes(name)
             except FileNotFoundError:
-                raise SnapshotError(f"{path}: missing") from None
+                raise SnapshotError(f"{path}: missing.") from None
             if found != num_bytes:
                 raise SnapshotError(
                     f"{path}: {'truncated' if found < num_bytes else 'damaged'}: {found} bytes of "
-                    f"{num_bytes}"
+                    f"{num_bytes}."
                 )
         large = sorted(name for name in files if name.endswith(DEFAULT_SUFFIX))
         for name in [*files.keys() - set(large), *large[share::shares]]:
             if _checksum_of(self.files.stream(name)) != files[name]:
-                raise SnapshotError(f"{self.folder / name}: damaged: its checksum differs")
+                raise SnapshotError(f"{self.folder / name}: damaged: its checksum differs.")
 
     def damaged(self, names: set[str], share: int, shares: int) -> set[str]:
         """Return which of these files are damaged; only the share-th of `shares` are verified."""

@@ -108,12 +108,12 @@ def _checked(call: str, model: Any, optimizer: Any) -> ShardStore:
     if not isinstance(model, CompiledModule):
         raise ArgumentError(
             f"model is of type {type(model).__name__}, not a model that zerofx.compile returned. "
-            f"Call zerofx.{call} with the compiled model, or take optimizer.state_dict()"
+            f"Call zerofx.{call} with the compiled model, or take optimizer.state_dict()."
         )
     if not isinstance(optimizer, Optimizer):
         raise ArgumentError(
             f"optimizer is of type {type(optimizer).__name__}, not an optimizer. Call "
-            f"zerofx.{call}, once for each optimizer"
+            f"zerofx.{call}, once for each optimizer."
         )
     store = model._zerofx.engine.store
     store.settle()
@@ -215,7 +215,8 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         return SnapshotError(
             f"the state of {kind} on rank 0 is a {type(state_dict).__name__} without 'state' and "
-            "'param_groups'. Give the result of full_optimizer_state_dict or optimizer.state_dict()"
+            "'param_groups'. Give the result of full_optimizer_state_dict or "
+            "optimizer.state_dict()."
         )
     groups, saved = optimizer.param_groups, state_dict["param_groups"]
     here = [len(group["params"]) for group in groups]
@@ -223,7 +224,7 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
     if here != there:
         return SnapshotError(
             f"{kind} has groups of {here} parameters, but the state dict has groups of {there}. "
-            "Build the optimizer as it was built when the state was saved"
+            "Build the optimizer as it was built when the state was saved."
         )
     if updates_of(optimizer) is not None:
         return None
@@ -237,7 +238,7 @@ def _misfit(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> SnapshotErro
                 assert piece is not None
                 return SnapshotError(
                     f"{piece.name}: state {key!r} has shape {list(value.shape)}, but the parameter "
-                    f"has {list(param.shape)}. Only states of the parameter's shape can be sharded"
+                    f"has {list(param.shape)}. Only states of the parameter's shape can be sharded."
                 )
     return None
 

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Protocol, TypeVar
 
 from zerofx.comm.together import together
 from zerofx.comm.world import World
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 
 T = TypeVar("T")
 log = logging.getLogger("zerofx")
@@ -85,7 +85,7 @@ class HeldFiles:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode):
             os.close(fd)
-            raise SnapshotError(f"{self.path(name)}: not a file")
+            raise SnapshotError(f"{self.path(name)}: not a file.")
         if self._seen.setdefault(name, _facts(found)) != _facts(found):
             os.close(fd)
             raise Replaced(f"{self.path(name)} is another file than before")
@@ -189,10 +189,10 @@ def read_settled(world: World, what: str, job: Read) -> None:
                 why = _step(world, what, job.fill)
                 if not why:
                     return
-                part = ". The model is loaded in part. Load again before going on"
+                part = " The model is loaded in part. Load again before going on."
         except SnapshotError as error:
             if part and "loaded in part" not in str(error):  # an earlier try has filled something
-                raise SnapshotError(f"{error}{part}") from error
+                raise SnapshotError(f"{as_sentence(error)}{part}") from error
             raise
         finally:
             job.close()
@@ -200,7 +200,7 @@ def read_settled(world: World, what: str, job: Read) -> None:
     raise SnapshotError(
         f"{what}: the files were replaced during each of {TRIES} attempts to read them. The last "
         f"time {why}. Read when no save or export to this place is running, and give all ranks one "
-        f"file system{part}"
+        f"file system.{part}"
     )
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from zerofx import schema
-from zerofx.errors import ArgumentError, SnapshotError, ZerofxError
+from zerofx.errors import ArgumentError, SnapshotError, ZerofxError, as_sentence
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer, list_of
 from zerofx.runtime.store.shards import ShardStore
@@ -46,12 +46,12 @@ class Job:
             raise ArgumentError(
                 f"model and optimizer are swapped: the second argument is a "
                 f"{type(model).__name__}, the third the model. Call "
-                "zerofx.save(folder, model, optimizer) or zerofx.load(folder, model, optimizer)"
+                "zerofx.save(folder, model, optimizer) or zerofx.load(folder, model, optimizer)."
             )
         if not isinstance(model, CompiledModule):
             raise SnapshotError(
                 f"{folder}: a snapshot needs a model that zerofx.compile returned, but this is a "
-                f"plain {type(model).__name__}. Use torch.save(model.state_dict(), ...)"
+                f"plain {type(model).__name__}. Use torch.save(model.state_dict(), ...)."
             )
         self.optimizers = _named(optimizer)
         for name, each in self.optimizers.items():
@@ -59,7 +59,7 @@ class Job:
                 raise ArgumentError(
                     f"{name} is of type {type(each).__name__}, not an optimizer. Call "
                     "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
-                    "optimizer), and pass other values as extra"
+                    "optimizer), and pass other values as extra."
                 )
         self.folder, self.model = folder, model
         self.store = model._zerofx.engine.store
@@ -109,7 +109,7 @@ class Job:
                 code; names its key.
         """
         if not isinstance(extra, Mapping):
-            raise SnapshotError(f"extra is a {type(extra).__name__}. Give a dict")
+            raise SnapshotError(f"extra is a {type(extra).__name__}. Give a dict.")
         return pack(
             {
                 "extra": dict(extra),
@@ -190,7 +190,7 @@ def _numpy_state() -> Tensor:
         raise SnapshotError(
             f"NumPy's global generator is a {state['bit_generator']}, and only the state of the "
             "default MT19937 can be saved. Use a numpy.random.Generator of your own "
-            "and put its state into extra="
+            "and put its state into extra=."
         )
     inner = state["state"]
     assert len(inner["key"]) == _KEY
@@ -214,7 +214,7 @@ def pack(values: Mapping[str, Any]) -> bytes:
     raise SnapshotError(
         f"{where} is a {type(culprit).__name__}, which could only be loaded by running code. Give "
         "tensors, numbers, strings and containers of them (for a scheduler or a scaler, its "
-        f"state_dict()): {problem}"
+        f"state_dict()): {as_sentence(problem)}"
     )
 
 
@@ -230,7 +230,7 @@ def unpack(file: BinaryIO, path: Path) -> dict[str, Any]:
         found = torch.load(file, map_location="cpu", weights_only=True)
         schema.check(found, _VALUES)
     except schema.DAMAGE as error:
-        raise SnapshotError(f"{path}: {_first_line(error)}") from error
+        raise SnapshotError(f"{path}: {as_sentence(_first_line(error))}") from error
     return found  # type: ignore[no-any-return]
 
 
@@ -314,7 +314,7 @@ def write_in_background(store: ShardStore, name: str, write: Callable[[str], Pat
         try:
             future.set_result(write(f"save/{count}"))
         except BaseException as error:  # noqa: BLE001  (raised when the result is read)
-            log.error("zerofx: a save in the background failed: %s", error)
+            log.error("zerofx: a save in the background failed: %s", as_sentence(error))
             future.set_exception(error)
 
     _UNDER_WAY[store] = future

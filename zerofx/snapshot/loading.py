@@ -17,7 +17,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.together import exchange, together
-from zerofx.errors import SnapshotError, ZerofxError
+from zerofx.errors import SnapshotError, ZerofxError, as_sentence
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.schema import DAMAGE
@@ -159,15 +159,17 @@ def _load_newest(job: _Load, found: list[spread.Candidate]) -> dict[str, Any]:
             return _read_spread(job, each)
         except SnapshotError as error:
             if not any(exchange(job.world, job.is_damaged, f"whether {job.label} is damaged")):
-                raise SnapshotError(f"{job.folder}: {error}") from error
+                raise SnapshotError(f"{job.folder}: {as_sentence(error)}") from error
             problems.append(str(error))
             if job.world.rank == 0:
-                log.warning("zerofx: a damaged snapshot is skipped: %s", error)
+                log.warning("zerofx: a damaged snapshot is skipped: %s", as_sentence(error))
         finally:
             job.needed, job.called = None, ""
     if len(found) == 1:
-        raise SnapshotError(f"{job.folder} is damaged: {problems[0]}")
-    raise SnapshotError(f"all {len(found)} snapshots in {place} are damaged: {'; '.join(problems)}")
+        raise SnapshotError(f"{job.folder} is damaged: {as_sentence(problems[0])}")
+    raise SnapshotError(
+        f"all {len(found)} snapshots in {place} are damaged: {as_sentence('; '.join(problems))}"
+    )
 
 
 def _read_spread(job: _Load, candidate: spread.Candidate) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _read_spread(job: _Load, candidate: spread.Candidate) -> dict[str, Any]:
     try:
         if missing := candidate.missing():
             everywhere = f"on none of {len(hosts.ranks)} hosts"
-            raise spread.Lost(f"{folder}: {', '.join(missing)}: {everywhere}")
+            raise spread.Lost(f"{folder}: {', '.join(missing)}: {everywhere}.")
         with spread.Gathering(world, hosts, candidate, folder) as gathering:
             gathering.get([small] * len(hosts.ranks))
             job.folder = gathering.path
@@ -347,13 +349,13 @@ class _Load(Job):
         if not saved:
             raise SnapshotError(
                 f"{self.folder} was saved without an optimizer. Load it without one: "
-                "zerofx.load(dir, model)"
+                "zerofx.load(dir, model)."
             )
         if saved.keys() != self.optimizers.keys():
             kinds = ", ".join(each["type"] for each in saved.values())
             raise SnapshotError(
                 f"{self.folder} was saved with {len(saved)} optimizers ({kinds}), but "
-                f"{_count(len(self.optimizers))} given. Give the same ones, in the same order"
+                f"{_count(len(self.optimizers))} given. Give the same ones, in the same order."
             )
         found: dict[str, Any] = saved[name]
         return found
@@ -375,8 +377,8 @@ class _Load(Job):
             raise
         except (OSError, *DAMAGE) as error:
             raise SnapshotError(
-                f"{error}: reading failed after all checks had passed, so the model is loaded in "
-                "part. Load a snapshot again before going on"
+                f"{as_sentence(error)} Reading failed after all checks had passed, so the model is "
+                "loaded in part. Load a snapshot again before going on."
             ) from error
         finally:
             self.store.ledger.note_write()

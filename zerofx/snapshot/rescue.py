@@ -35,7 +35,7 @@ from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.together import exchange, together
 from zerofx.comm.world import World
-from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.errors import ArgumentError, SnapshotError, as_sentence
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.state import sharded_state
 from zerofx.runtime.store.whole_updates import needs_whole
@@ -102,7 +102,7 @@ class Rescue:
         """
         if type(step) is not int or step < 0:
             raise ArgumentError(
-                f"Rescue.note was given step={step!r}. It must be a whole number of at least 0"
+                f"Rescue.note was given step={step!r}. It must be a whole number of at least 0."
             )
         self._part.note(step, extra or {})
 
@@ -124,7 +124,7 @@ class Rescue:
             try:
                 self._part.write()
             except Exception as problem:  # noqa: BLE001  (`error` must reach the user)
-                log.warning("zerofx: this rank's state was not rescued: %s", problem)
+                log.warning("zerofx: this rank's state was not rescued: %s", as_sentence(problem))
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
             if self._is_asked_to_end:
@@ -148,13 +148,13 @@ class _OwnPart(Job):
         if self.store.ledger.is_delayed:
             raise ArgumentError(
                 'zerofx.Rescue cannot save a model whose plan has update="delayed": its updates '
-                "end during the next step. Use zerofx.save(background=True)"
+                "end during the next step. Use zerofx.save(background=True)."
             )
         for each in self.optimizers.values():
             if needs_whole(each):
                 raise ArgumentError(
                     f"zerofx.Rescue cannot save {type(each).__name__}, whose states are each on "
-                    "one rank only. Use zerofx.save(background=True)"
+                    "one rank only. Use zerofx.save(background=True)."
                 )
         self.world.agree("zerofx.Rescue", self.digest())
         self.token = exchange(self.world, secrets.token_hex(8), "zerofx.Rescue")[0]
@@ -195,7 +195,7 @@ class _OwnPart(Job):
         self.store.settle()
         if self._version() != self.version or self.store.ledger.half_made is not None:
             log.warning(
-                "zerofx: this rank's state was not rescued: it was being updated after step %d",
+                "zerofx: this rank's state was not rescued: it was being updated after step %d.",
                 self.step,
             )
             return
@@ -228,7 +228,7 @@ class _OwnPart(Job):
         files.write_manifest(part, facts)
         target.sync_file(self.folder)
         log.warning(
-            "zerofx: rank %d has saved its state after step %d to %s in %.1f s",
+            "zerofx: rank %d has saved its state after step %d to %s in %.1f s.",
             world.rank, self.step, part, time.monotonic() - began,
         )  # fmt: skip
 
@@ -346,7 +346,9 @@ def restore(world: World, hosts: Hosts, folder: Path) -> None:
                 return
         except SnapshotError as error:
             if world.rank == 0:
-                log.warning("zerofx: a rescued state is there but was not restored: %s", error)
+                log.warning(
+                    "zerofx: a rescued state is there but was not restored: %s", as_sentence(error)
+                )
 
 
 def _restored(world: World, job: _Restoring) -> bool:
@@ -358,7 +360,8 @@ def _restored(world: World, job: _Restoring) -> bool:
             ranks = ", ".join(str(part.rank) for part in job.group)
             log.warning(
                 "zerofx: the states of ranks %s after step %d, which they saved when another rank "
-                "was lost, are not taken: %s", ranks, step, next(filter(None, problems)),
+                "was lost, are not taken: %s", ranks, step,
+                as_sentence(next(filter(None, problems))),
             )  # fmt: skip
         return False
     with ExitStack() as stack:
@@ -369,7 +372,7 @@ def _restored(world: World, job: _Restoring) -> bool:
         together(world, what, job.tidy, SnapshotError)
     if world.rank == 0:
         log.warning(
-            "zerofx: nothing is lost: the ranks that were left have saved the state after step %d",
+            "zerofx: nothing is lost: the ranks that were left have saved the state after step %d.",
             step,
         )  # fmt: skip
     return True

@@ -14,7 +14,7 @@ import torch
 from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.together import together, together_apart
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.store.optimizer import check_optimizer
 from zerofx.runtime.store.state import sharded_state
@@ -197,8 +197,8 @@ class _Save(Job):
             if self.hosts is None or self.world.rank == 0:
                 raise
             raise SnapshotError(
-                f"{error}. If that process is a rank of this job, the hosts share a file system: "
-                "leave copies out"
+                f"{as_sentence(error)} If that process is a rank of this job, the hosts share a "
+                "file system. Leave copies out."
             ) from error
         return self.hidden.path
 
@@ -212,7 +212,7 @@ class _Save(Job):
         if not written.is_dir():
             raise SnapshotError(
                 f"{written}, which rank 0 made, does not exist here. Save to a file system that "
-                "all ranks share, or to a disk of each host with copies=1"
+                "all ranks share, or to a disk of each host with copies=1."
             )
         random = state.one_row(random_states(self.world.device), self.world.rank, self.world.size)
         tensors: dict[str, Any] = {"model": dict(sharded_state(self.store)), "random": random}
@@ -306,7 +306,7 @@ class _Save(Job):
         """Check the files that came from other hosts."""
         for name in sorted(self.copied):
             if files.checksum(self.written / name) != self.sums[name]:
-                raise SnapshotError(f"{self.written / name}: arrived damaged from another host")
+                raise SnapshotError(f"{self.written / name}: arrived damaged from another host.")
 
     def publish(self) -> None:
         """Rename the complete directory."""

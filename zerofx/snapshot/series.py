@@ -36,17 +36,17 @@ def check_options(step: object, keep: object, copies: object) -> None:
         if value is not None and (type(value) is not int or value < least):
             raise ArgumentError(
                 f"zerofx.save was given {name}={value!r}. It must be a whole number of at least "
-                f"{least}, or None"
+                f"{least}, or None."
             )
     if keep is not None and step is None:
         raise ArgumentError(
             f"zerofx.save was given keep={keep} and no step. Snapshots of several steps are kept "
-            "side by side: give step= too, or leave keep out to replace the one snapshot"
+            "side by side: give step= too, or leave keep out to replace the one snapshot."
         )
     if copies is not None and step is None:
         raise ArgumentError(
             f"zerofx.save was given copies={copies} and no step. On disks of several hosts, the "
-            "last snapshot has to stay until all hosts have the next one: give step= too"
+            "last snapshot has to stay until all hosts have the next one: give step= too."
         )
 
 
@@ -64,10 +64,10 @@ def check_place(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         raise SnapshotError(
             f"{folder} is a snapshot that was saved without step=. Save this series to another "
-            "directory, or move the snapshot away"
+            "directory, or move the snapshot away."
         )
     if os.path.lexists(folder) and not folder.is_dir():
-        raise SnapshotError(f"{folder} is a file. Give a directory")
+        raise SnapshotError(f"{folder} is a file. Give a directory.")
 
 
 def snapshots_in(folder: Path) -> list[Path]:
@@ -106,7 +106,7 @@ def move_latest(folder: Path, name: str) -> None:
     """
     latest, new = folder / LATEST, folder / f".{LATEST}.{secrets.token_hex(4)}"
     if os.path.lexists(latest) and not latest.is_symlink():
-        raise SnapshotError(f"{latest} is in the way: zerofx keeps a link there. Move it")
+        raise SnapshotError(f"{latest} is in the way: zerofx keeps a link there. Move it.")
     os.symlink(name, new)
     os.replace(new, latest)
     sync_file(folder)

@@ -41,7 +41,7 @@ from torch import Tensor
 from zerofx.comm import hosts
 from zerofx.comm.together import together
 from zerofx.comm.world import World
-from zerofx.errors import DesyncError, SnapshotError
+from zerofx.errors import DesyncError, SnapshotError, as_sentence
 from zerofx.snapshot import files, series, target
 from zerofx.snapshot.held import Replaced
 
@@ -102,7 +102,7 @@ class Hosts:
             raise SnapshotError(
                 f"copies={copies}, but the ranks run on {count}, and a copy has to be on another "
                 f"host. Give copies={len(self.ranks) - 1}, or leave copies out if all hosts share "
-                "the file system"
+                "the file system."
             )
 
     def connect(self) -> None:
@@ -339,7 +339,7 @@ class Gathering:
                 for name in sorted(names - self._held[host]):
                     holders = [h for h, held in enumerate(self._held) if name in held]
                     if not holders:
-                        raise Lost(f"{self._folder / name}: on no host, or damaged on all")
+                        raise Lost(f"{self._folder / name}: on no host, or damaged on all.")
                     source = holders[len(deliveries) % len(holders)]  # all share the work
                     num_bytes = self._sums[name][0]
                     deliveries.append(Delivery(name, num_bytes, leaders[source], leaders[host]))
@@ -377,7 +377,7 @@ class Gathering:
             }
             for each in bad:
                 log.warning(
-                    "zerofx: %s of rank %d's host is damaged or cannot be read",
+                    "zerofx: %s of rank %d's host is damaged or cannot be read.",
                     self._folder / each.name, each.source,
                 )  # fmt: skip
                 (received / each.name).unlink()
@@ -394,7 +394,7 @@ class Gathering:
         for host, names in enumerate(damaged):
             if names:
                 log.warning(
-                    "zerofx: on host %d of %d, %s of %s are damaged; copies are taken",
+                    "zerofx: on host %d of %d, %s of %s are damaged; copies are taken.",
                     host, len(damaged), ", ".join(sorted(names)), self._folder,
                 )  # fmt: skip
             self._held[host] -= names
@@ -458,7 +458,7 @@ class Courier:
         jobs = [_started(self._send, out, sent), _started(self._receive, into, received)]
         while not all(job.done() for job in jobs):
             if (lost := self._lost()) is not None:
-                raise DesyncError(lost)
+                raise DesyncError(as_sentence(lost))
             time.sleep(_LOOK_S)
         for job in jobs:
             error = job.exception()
@@ -474,9 +474,9 @@ class Courier:
         deadline = time.monotonic() + _FAREWELL_S
         while time.monotonic() < deadline:
             if (lost := self._lost()) is not None:
-                return DesyncError(lost)
+                return DesyncError(as_sentence(lost))
             time.sleep(_LOOK_S)
-        return DesyncError(f"the connection to another host broke: {error}")
+        return DesyncError(f"the connection to another host broke: {as_sentence(error)}")
 
     def _send(self, deliveries: Sequence[Delivery], folder: Path) -> None:
         with _Disk() as disk:
@@ -542,7 +542,7 @@ class _Disk:
 
         def fill(file: BinaryIO) -> None:
             if file.readinto(_bytes(piece)) != piece.numel():  # type: ignore[attr-defined]
-                raise OSError(f"{file.name} is shorter than when it was saved")
+                raise OSError(f"{file.name} is shorter than when it was saved.")
 
         if file is not None:
             self._tried(Path(file.name), lambda: fill(file))

@@ -78,7 +78,7 @@ def check_same_model(kind: str, saved: Mapping[str, str], here: Mapping[str, str
         ),
     ]
     if differences:
-        raise SnapshotError(f"the save is of another model: {kind} {few(sorted(differences))}")
+        raise SnapshotError(f"the save is of another model: {kind} {few(sorted(differences))}.")
 
 
 def few(texts: list[str]) -> str:
@@ -110,7 +110,7 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
                 raise SnapshotError(
                     f"group {number} of {type(optimizer).__name__} has a parameter of shape "
                     f"{list(param.shape)} that is not the model's. Build the optimizer over "
-                    "model.parameters() after zerofx.compile, and another one for other parameters"
+                    "model.parameters() after zerofx.compile, and another one for other parameters."
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
@@ -158,7 +158,7 @@ def optimizer_values(optimizer: Optimizer, names: list[list[str]]) -> dict[str, 
                     f"{name}: state {key!r} of {type(optimizer).__name__} has shape "
                     f"{list(value.shape)}, but the parameter has {list(param.shape)}. Only states "
                     "of the parameter's shape and single numbers can be sharded again. Give "
-                    "zerofx.optim.whole_matrices(optimizer), whose states are saved whole"
+                    "zerofx.optim.whole_matrices(optimizer), whose states are saved whole."
                 )
             others.setdefault(name, {})[key] = value
     return {"type": type(optimizer).__name__, "groups": groups, "pieces": pieces, "others": others}
@@ -222,15 +222,15 @@ def check_same_groups(
     """
     kind = type(optimizer).__name__
     if saved["type"] != kind:
-        raise SnapshotError(f"the save has the state of {saved['type']}, but {kind} was given")
+        raise SnapshotError(f"the save has the state of {saved['type']}, but {kind} was given.")
     groups = saved["groups"]
     if len(groups) != len(names):
-        raise SnapshotError(f"{kind} has {len(names)} groups, but the save has {len(groups)}")
+        raise SnapshotError(f"{kind} has {len(names)} groups, but the save has {len(groups)}.")
     for number, (mine, group) in enumerate(zip(names, groups, strict=True)):
         only = sorted(set(mine) ^ set(group["params"]))
         if only:
             raise SnapshotError(
-                f"group {number} of {kind} has other parameters than in the save: {few(only)}"
+                f"group {number} of {kind} has other parameters than in the save: {few(only)}."
             )
 
 

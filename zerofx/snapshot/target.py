@@ -79,7 +79,7 @@ def check_call(call: str, path: object) -> None:
     if not isinstance(path, (str, os.PathLike)):
         raise ArgumentError(
             f"{call.partition('(')[0]} was given a {type(path).__name__} instead of a path. "
-            f"Call {call}"
+            f"Call {call}."
         )
 
 
@@ -122,16 +122,16 @@ def _check_what_is_there(folder: Path) -> None:
         if is_mount(folder):
             raise SnapshotError(
                 f"{folder} is a mount point. A save replaces its whole directory, and a mount "
-                f"point cannot be replaced. Give a directory in it, such as {folder / 'save'}"
+                f"point cannot be replaced. Give a directory in it, such as {folder / 'save'}."
             )
         if not (folder / MANIFEST).exists() and any(folder.iterdir()):
             raise SnapshotError(
                 f"{folder} holds other files and no {MANIFEST}. A save replaces the whole "
-                "directory. Give it one of its own"
+                "directory. Give it one of its own."
             )
         _check_replaceable(folder)
     elif os.path.lexists(folder):
-        raise SnapshotError(f"{folder} is a file. Give a directory")
+        raise SnapshotError(f"{folder} is a file. Give a directory.")
 
 
 def _check_names(folder: Path) -> None:
@@ -141,7 +141,7 @@ def _check_names(folder: Path) -> None:
         if os.path.lexists(left) and not is_ours(left) and not _is_empty(left):
             raise SnapshotError(
                 f"{left} is in the way: a save needs this name temporarily, and zerofx did not "
-                "make this one. Move it, or save to another name"
+                "make this one. Move it, or save to another name."
             )
 
 
@@ -165,7 +165,7 @@ def _check_replaceable(folder: Path) -> None:
     if is_sticky or not os.access(folder, os.W_OK | os.X_OK):
         raise SnapshotError(
             f"{folder} belongs to user {found.st_uid}, and user {me} may not replace it. Save to "
-            "another directory, or change its owner"
+            "another directory, or change its owner."
         )
 
 
@@ -179,7 +179,7 @@ def check_space(folder: Path, num_bytes: int) -> None:
     if num_bytes > free:
         raise SnapshotError(
             f"{folder}: the save needs at least {format_bytes(num_bytes)}, but "
-            f"{format_bytes(free)} are free. Free space there, or save to another file system"
+            f"{format_bytes(free)} are free. Free space there, or save to another file system."
         )
 
 
@@ -208,7 +208,7 @@ class Lock:
                 raise
             self._fd = fd
             return
-        raise SnapshotError(f"{path} keeps changing. Save when no other job saves to {place}")
+        raise SnapshotError(f"{path} keeps changing. Save when no other job saves to {place}.")
 
     def _check_owner(self, fd: int, has_flock: bool | None) -> None:
         """Check that the lock is free, or that its owner is dead.
@@ -225,14 +225,14 @@ class Lock:
         if has_flock is False or (is_here and has_flock is None and _is_alive(owner)):
             raise SnapshotError(
                 f"{self._place} is being written by {said}. Give each job a directory of its own, "
-                "or wait until that process has finished"
+                "or wait until that process has finished."
             )
         if not is_here:
             raise SnapshotError(
                 f"{self._place} is locked by {said}. Another host cannot tell whether that process "
-                f"still runs. Wait for it. If it has ended, remove {self.path}"
+                f"still runs. Wait for it. If it has ended, remove {self.path}."
             )
-        log.warning("%s: taken over from %s, which has ended", self.path, said)
+        log.warning("%s: taken over from %s, which has ended.", self.path, said)
 
     def check(self) -> None:
         """Check that the lock file was not removed or replaced while this process held it.
@@ -243,7 +243,7 @@ class Lock:
         if not _is_at(self._fd, self.path):
             raise SnapshotError(
                 f"{self.path} was removed while this process saved to {self._place}. Another job "
-                "may save there: give each job a directory of its own"
+                "may save there: give each job a directory of its own."
             )
 
     def release(self) -> None:
@@ -252,7 +252,7 @@ class Lock:
             if _is_at(self._fd, self.path):
                 os.unlink(self.path)
         except OSError as error:
-            log.warning("%s: could not be removed (%s)", self.path, error)
+            log.warning("%s: could not be removed (%s).", self.path, error)
         finally:
             os.close(self._fd)
 
@@ -274,7 +274,7 @@ def _opened_lock(path: Path) -> int:
 def _foreign_lock(path: Path) -> SnapshotError:
     return SnapshotError(
         f"{path} is in the way: zerofx needs this name for a lock file, and did not make this "
-        "one. Move it, or save to another name"
+        "one. Move it, or save to another name."
     )
 
 
@@ -451,14 +451,14 @@ def discard(folder: Path) -> None:
             (kept / MARK).unlink(missing_ok=True)
             log.warning(
                 "%s: zerofx did not write %s, which was in a snapshot that a save replaced. It is "
-                "now in %s", folder, ", ".join(others[:6]), kept,
+                "now in %s.", folder, ", ".join(others[:6]), kept,
             )  # fmt: skip
             return
         with contextlib.suppress(FileNotFoundError):
             os.unlink(folder / MARK)
         os.rmdir(folder)
     except OSError as error:
-        log.warning("%s: could not be removed (%s)", folder, error)
+        log.warning("%s: could not be removed (%s).", folder, error)
 
 
 def _remove_ours(folder: Path) -> list[str]:
@@ -519,7 +519,7 @@ def check_written(written: Path, sums: Mapping[str, Any], folder: Path) -> None:
         if not path.is_file() or path.stat().st_size != num_bytes:
             raise SnapshotError(
                 f"{path} was removed or changed while it was saved. Another job may be saving to "
-                f"{folder}: give each job a directory of its own"
+                f"{folder}: give each job a directory of its own."
             )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 from zerofx.comm.world import World
-from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.errors import ArgumentError, SnapshotError, as_sentence
 from zerofx.layout.tiles import Range
 from zerofx.model.module import CompiledModule
 from zerofx.runtime.tensors.piece import is_cut, piece_of
@@ -73,6 +73,9 @@ def load_weights(
     names: a mapping or function from the model's names to those in the files, if they differ. A
         pair (name, i) is slice i of a tensor of stacked layers. None leaves a tensor alone.
 
+    Returns:
+        `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` returns them.
+
     Raises:
         SnapshotError: names or shapes differ, or a file is damaged; names file and tensor.
         DesyncError: a rank did not make this call; names it.
@@ -81,7 +84,7 @@ def load_weights(
     if not isinstance(model, CompiledModule):
         raise SnapshotError(
             f"{source}: load_weights needs a model that zerofx.compile returned, but this is a "
-            f"plain {type(model).__name__}. Use safetensors.torch.load_model"
+            f"plain {type(model).__name__}. Use safetensors.torch.load_model."
         )
     check_names(names)
     path = Path(os.path.abspath(source))
@@ -101,7 +104,7 @@ def check_names(names: object) -> None:
     if names is not None and not isinstance(names, Mapping) and not callable(names):
         raise ArgumentError(
             f"names is of type {type(names).__name__}. Give a mapping from the model's names to "
-            "those in the files, or a function that returns them"
+            "those in the files, or a function that returns them."
         )
 
 
@@ -213,12 +216,12 @@ class Fill(_Files):
         if not isinstance(adapters, dict) or not adapters:
             raise SnapshotError(
                 f"{self._path} is a PEFT adapter, but {type(self._model).__name__} has none. Add "
-                "the adapters before zerofx.compile: peft.get_peft_model(model, config)"
+                "the adapters before zerofx.compile: peft.get_peft_model(model, config)."
             )
         if len(adapters) > 1 and "default" not in adapters:
             raise SnapshotError(
                 f"{self._path} is a PEFT adapter, but the model has {', '.join(adapters)}. Choose "
-                "one by names=, a function from the model's names to those in the files"
+                "one by names=, a function from the model's names to those in the files."
             )
         return "default" if "default" in adapters else str(next(iter(adapters)))
 
@@ -270,12 +273,12 @@ class Fill(_Files):
         ]
         hint = ""
         if self._strict and (self.keys.missing_keys or self.keys.unexpected_keys):
-            hint = ". strict=False ignores such names"
+            hint = " strict=False ignores such names."
             differ += [f"{name} is only in the model" for name in self.keys.missing_keys]
             differ += [f"{name} is only in the files" for name in self.keys.unexpected_keys]
         if differ:
             what = f"{self._path}: the files are of another model"
-            raise SnapshotError(f"{what} ({self._source.found}): {few(differ)}{hint}")
+            raise SnapshotError(f"{what} ({self._source.found}): {few(differ)}.{hint}")
         for name, entry in self._found.items():
             for near in _neighbours(self._ranges(name, entry), entry.dtype.itemsize):
                 entry.check(near[0][0], near[-1][1])
@@ -315,8 +318,8 @@ class Fill(_Files):
             if is_stale(error):
                 raise Replaced(f"{self._path}: {error}") from error
             raise SnapshotError(
-                f"{error}: reading failed after all checks had passed, so the model is loaded in "
-                "part. Load weights again before going on"
+                f"{as_sentence(error)} Reading failed after all checks had passed, so the model is "
+                "loaded in part. Load weights again before going on."
             ) from error
         finally:
             self._store.ledger.note_write()
@@ -401,7 +404,7 @@ class _States:
             why = saved.why_not or "it has none"
             raise SnapshotError(
                 f"{what} has no states for {kind}: {why}. Leave the optimizer out to load the "
-                "weights: zerofx.load_weights(model, path)"
+                "weights: zerofx.load_weights(model, path)."
             )
         for name, tensors in self._found.items():
             self._check_one(what, name, tensors)
@@ -427,7 +430,7 @@ class _States:
             for key in sorted(kinds - held):
                 raise SnapshotError(
                     f"{what}: {name} has no {key}, but other states of the optimizer are "
-                    f"{', '.join(sorted(kinds))}"
+                    f"{', '.join(sorted(kinds))}."
                 )
 
     def _check_one(self, what: str, name: str, tensors: Mapping[str, StoredTensor]) -> None:
@@ -439,13 +442,13 @@ class _States:
             raise SnapshotError(
                 f"{what}: {name} has the states {', '.join(sorted(tensors))}, but "
                 f"{type(self._optimizer).__name__} has {', '.join(sorted(shaped))}. Give the kind "
-                "of optimizer that was saved"
+                "of optimizer that was saved."
             )
         for key, entry in tensors.items():
             if math.prod(entry.shape) != math.prod(param.shape):
                 raise SnapshotError(
                     f"{what}: {key} of {name} is {describe(entry)}, but the parameter is "
-                    f"{list(param.shape)}"
+                    f"{list(param.shape)}."
                 )
             for near in _neighbours(self._store.pieces[name].ranges, entry.dtype.itemsize):
                 entry.check(near[0][0], near[-1][1])
@@ -476,14 +479,14 @@ class _States:
                     has = "has" if key in options[name] else "lacks"
                     raise SnapshotError(
                         f"{what} {has} {key} for {name}, so its optimizer was not {kind}. Give the "
-                        "kind of optimizer that was saved"
+                        "kind of optimizer that was saved."
                     )
             if told_by and kept != found:
                 other = next(k for k in kept if kept[k] != found.get(k))
                 raise SnapshotError(
                     f"{what}: {told_by} and {name} were saved with {other} = {found.get(other)} "
                     f"and {kept[other]}, and are both in group {number} of {kind}. Build the "
-                    "optimizer with the groups that it had"
+                    "optimizer with the groups that it had."
                 )
             found, told_by = kept, name
         return {**given, **found}

@@ -168,5 +168,5 @@ def check_kept_whole(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         kind = type(optimizer).__name__
         raise SnapshotError(
             f"the save has whole states of {kind}, but the optimizer that was given steps shards. "
-            f"Give zerofx.optim.whole_matrices({kind}(...))"
+            f"Give zerofx.optim.whole_matrices({kind}(...))."
         )

@@ -138,7 +138,7 @@ def _compiler(name: str) -> Finding:
         specs = (("float32", (8,), (1,), "cpu"),)
         region = compile_region(gm, specs, str(Path(folder) / "probe.bin"))
     if region is None or region([torch.full((8,), -1.0)])[0].any():
-        raise DoctorError("a compiled region gives a wrong result")
+        raise DoctorError("a compiled region gives a wrong result.")
     return Finding(name, True, f"Inductor compiled a region in {time.perf_counter() - began:.1f} s")
 
 
@@ -166,7 +166,7 @@ def _backends(name: str) -> Finding:
     finally:
         dist.destroy_process_group()
     if value.sum().item() != 4.0:
-        raise DoctorError("an all-reduce over gloo gives a wrong result")
+        raise DoctorError("an all-reduce over gloo gives a wrong result.")
     return Finding(name, True, f"{', '.join(has)}; gloo exchanges")
 
 

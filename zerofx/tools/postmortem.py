@@ -21,7 +21,7 @@ from zerofx.comm.flight_recorder import (
     NUM_EVENTS,
     REASON_BYTES,
 )
-from zerofx.errors import DoctorError
+from zerofx.errors import DoctorError, as_sentence
 
 _MOST_BYTES = HEAD_BYTES + REASON_BYTES + NUM_EVENTS * EVENT_BYTES
 _SHOWN_EVENTS, _SHOWN_FRAMES = 4, 6
@@ -110,15 +110,19 @@ def read_record(path: Path) -> FlightRecord:
             )
         data = path.read_bytes()
     except OSError as error:
-        raise DoctorError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise DoctorError(
+            f"{path} cannot be read: {as_sentence(error.strerror or error)}"
+        ) from error
     try:
         head = _checked(json.loads(data[:HEAD_BYTES]), _HEAD)
         if head.pop("format") != FORMAT:
-            raise ValueError("this version of zerofx does not read its format")
+            raise ValueError("this version of zerofx does not read its format.")
         said = data[HEAD_BYTES : HEAD_BYTES + REASON_BYTES].strip(b"\0 \n")
         reason = _checked(json.loads(said), _REASON) if said else {}
     except (ValueError, RecursionError) as error:
-        raise DoctorError(f"{path} is no flight record, or it is damaged: {error}") from error
+        raise DoctorError(
+            f"{path} is no flight record, or it is damaged: {as_sentence(error)}"
+        ) from error
     events = []
     for at in range(HEAD_BYTES + REASON_BYTES, len(data), EVENT_BYTES):
         line = data[at : at + EVENT_BYTES].strip(b"\0 \n")
@@ -304,7 +308,7 @@ def postmortem(folder: Path) -> Postmortem:
         except DoctorError as error:
             damaged.append(str(error))
     if not records:
-        raise DoctorError("; ".join(damaged))
+        raise DoctorError(as_sentence("; ".join(damaged)))
     worlds: dict[tuple[Any, ...], list[FlightRecord]] = {}
     for record in records:
         worlds.setdefault((record.job, record.world, record.ranks), []).append(record)
@@ -316,7 +320,9 @@ def _entries(folder: Path) -> Sequence[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError as error:
-        raise DoctorError(f"{folder} cannot be read: {error.strerror or error}") from error
+        raise DoctorError(
+            f"{folder} cannot be read: {as_sentence(error.strerror or error)}"
+        ) from error
 
 
 def _records_in(folder: Path) -> list[Path]:

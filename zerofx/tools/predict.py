@@ -76,9 +76,17 @@ def predict(
     If the plan does not fit, `view.way_out` is the nearest plan that does. It is searched when it
     is first read or printed, among a bounded number of plans.
 
+    Returns:
+        A view to print, or to read: `fits`, `memory`, `forecast`, and `to_dict()` for JSON. Sizes
+        are in bytes per rank, times in microseconds.
+
     Raises:
         PlanError: the hardware is unknown or does not multiply in the plan's format; a plan was
             given for a finished program; or the plan is not valid.
+
+    Example:
+        view = zerofx.predict("model.py:build", {"stage": 3}, hardware="dgx-h100", world_size=64)
+        print(view)
     """
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     checked = as_plan(plan)

@@ -23,7 +23,14 @@ def progress(
     hardware: Hardware | str | os.PathLike[str] | None = None,
     console: Console | None = None,
 ) -> ProgressLine:
-    """Return the progress line of a training loop; see `ProgressLine`."""
+    """Return the progress line of a training loop; see `ProgressLine`.
+
+    model: a model that `zerofx.compile` returned. total: number of steps, if it is known.
+    hardware: provides the rate for MFU, as for `meter`. console: where to draw; rich's by default.
+
+    Raises:
+        ArgumentError: the model is not compiled.
+    """
     return ProgressLine(Meter(model, hardware), total, console)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zerofx.errors import TargetError, ZerofxError
+from zerofx.errors import TargetError, ZerofxError, as_sentence
 from zerofx.tools.words import counted
 
 FORMS = "package.module:function, file.py:function, or hf:path/config.json"
@@ -88,7 +88,7 @@ def own_errors(spec: str, doing: str) -> Iterator[None]:
         said = (str(error).strip().splitlines() or [""])[0]
         at = f"{own[-1].filename}:{own[-1].lineno}"
         raise TargetError(
-            f"model {spec!r}: {doing} raised {type(error).__name__} at {at}: {said}"
+            f"model {spec!r}: {doing} raised {type(error).__name__} at {at}: {as_sentence(said)}"
         ) from error
 
 
@@ -227,7 +227,7 @@ def _from_config(path: Path, batch: int, seq: int, device: torch.device) -> Targ
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
     except ValueError as e:
-        raise TargetError(f"hf:{path}: {e}") from e
+        raise TargetError(f"hf:{path}: {as_sentence(e)}") from e
     config.use_cache = False  # a training step returns no cache
     with device:
         model = _architecture(transformers, config, path)

@@ -134,7 +134,7 @@ def written_in_place(directory: Path) -> None:
     source.write()
 
 
-@harmful(r"0 outputs are returned. The program has 1")
+@harmful(r"0 outputs are returned, not 1")
 def output_forgotten(directory: Path) -> None:
     edited(directory, r"return \[nll_loss_forward_0\]", "return []")
 

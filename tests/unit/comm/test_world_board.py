@@ -129,5 +129,5 @@ def test_differences_name_the_items_that_differ() -> None:
         "ranks 10, 11 are about to run save (call 4) "
         "while ranks 0, 1, 2, 3, 4, 5, 6, ... (9 in all) run forward of program 3fa2 with "
         "torch=2.13.0. Every rank must run save at the same point of the loop, also if only one "
-        "rank uses the result"
+        "rank uses the result."
     )

@@ -196,7 +196,7 @@ class Tied(nn.Module):
         (Pair(), {"pu": 4}, "covers no parameter. Known are up.weight"),
         (Pair(), {"up.bias": 4}, r"up.bias of shape \[128\] and no matrix"),
         (Pair(), {"up": 3}, r"cuts up.weight \[128, 64\] into 3 tiles.*64 elements.*is 2"),
-        (Pair(), {"up": 256}, "the nearest valid number is 128"),
+        (Pair(), {"up": 256}, "The nearest valid number is 128"),
         (Normed(), {"up": 4}, r"4 tiles of up.weight .*linalg_vector_norm.*tile_cases.py"),
         (Tied(), {"embed": 4}, "embed.weight is tied to head.weight"),
     ],

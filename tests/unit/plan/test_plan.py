@@ -180,7 +180,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"secondary_shard_size": 2, "hierarchical_size": 4}, "both are the ranks per node"),
     ({"secondary_shard_size": 1}, "allowed are whole numbers from 2"),
     ({"host_budget": "1GiB"}, "nothing is offloaded"),
-    ({"prefetch": -1}, "allowed are whole numbers from 0; or 'auto'"),
+    ({"prefetch": -1}, "allowed are whole numbers from 0. 'auto' is allowed too."),
     ({"units": []}, "non-empty list of module name patterns"),
     ({"units": ["a", ""]}, "non-empty string"),
     ({"shard_axis_size": 0}, "allowed are whole numbers from 1"),

@@ -140,7 +140,7 @@ def test_disk_full(pool: Pool, tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "model.safetensors").write_text("before")
     first, second = pool.run(2, refused_on_rank_0, str(folder))
-    assert first[0].endswith("No space left on device") and "rank 0: No space" in second[0]
+    assert first[0].endswith("No space left on device.") and "rank 0: No space" in second[0]
     assert (folder / "model.safetensors").read_text() == "before"
     assert os.listdir(tmp_path) == ["model"] and os.listdir(folder) == ["model.safetensors"]
 

@@ -68,7 +68,7 @@ def micros(program: Planned, accumulation: int = 1, no_sync: bool = False) -> tu
     if accumulation > 1 and any(kind_of(n) is Kind.UPDATE for n in program.graph(BACKWARD).nodes):
         raise PlanError(
             f"accumulation is {accumulation}, but Plan(update='in-backward') updates the "
-            "parameters inside every backward. Use update='step' to accumulate"
+            "parameters inside every backward. Use update='step' to accumulate."
         )
     if program.stage.size > 1:
         return _of_pipeline(program, accumulation > 1)

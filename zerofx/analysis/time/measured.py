@@ -14,7 +14,7 @@ from typing import Any
 
 from zerofx import schema
 from zerofx.analysis.time.steps import Lane
-from zerofx.errors import RecordingError
+from zerofx.errors import RecordingError, as_sentence
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import Planned
 from zerofx.ir.text import describe
@@ -126,12 +126,12 @@ class Measured:
         """
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             found = said.get("format") if isinstance(said, dict) else type(said).__name__
-            raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}")
+            raise RecordingError(f"recording format {found!r}: this zerofx reads {FORMAT}.")
         try:
             schema.check(said, _MEASURED)
             _check_steps(said)
         except schema.FormError as error:
-            raise RecordingError(str(error)) from error
+            raise RecordingError(as_sentence(error)) from error
         fields = {f.name: said[f.name] for f in dataclasses.fields(cls)}
         fields["spans"] = tuple(map(_span, said["spans"]))
         if fields["memory"] is not None:

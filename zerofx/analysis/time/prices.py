@@ -221,7 +221,7 @@ class Roofline:
                 raise UnpricedError(
                     f"the plan moves {format_bytes(nbytes)} at a time {'from' if reads else 'to'} "
                     f"NVMe, and {hardware.name} has none. Use another tier, or hardware "
-                    "with NVMe rates (zerofx doctor --calibrate measures this machine's)"
+                    "with NVMe rates (zerofx doctor --calibrate measures this machine's)."
                 )
             rate = whole / self.sharing
             curve = hardware.curve("nvme_read" if reads else "nvme_write")

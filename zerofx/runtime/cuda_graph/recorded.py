@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zerofx.collector import paused_collector
 from zerofx.compat.tensors import storage_identity
-from zerofx.errors import CaptureError, ZerofxError
+from zerofx.errors import CaptureError, ZerofxError, as_sentence
 from zerofx.runtime.cuda_graph.recorder import Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.step import Contract
@@ -318,8 +318,8 @@ class Recorded:
             raise
         except RuntimeError as e:
             raise CaptureError(
-                f"{self._contract.label}: its {what} cannot become a CUDA graph: {e}. Use "
-                "Plan(cuda_graph=False)."
+                f"{self._contract.label}: its {what} cannot become a CUDA graph: "
+                f"{as_sentence(e)} Use Plan(cuda_graph=False)."
             ) from e
 
     # -- backward ---------------------------------------------------------------------------

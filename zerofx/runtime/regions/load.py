@@ -24,7 +24,7 @@ from torch import Tensor
 from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import inductor_problem
 from zerofx.compat.strides import has_strides, laid_out
-from zerofx.errors import NonFiniteError, ProgramError
+from zerofx.errors import NonFiniteError, ProgramError, as_sentence
 from zerofx.runtime.regions.cache import Region, compile_all
 from zerofx.schema import (
     FormError,
@@ -257,7 +257,7 @@ def _following_sizes(function: Region, strides: Callable[..., Strides]) -> Regio
 def _has_compiler() -> bool:
     problem = inductor_problem()
     if problem:
-        log.warning("kernels='inductor' or 'auto' falls back to ATen: %s", problem)
+        log.warning("kernels='inductor' or 'auto' falls back to ATen: %s", as_sentence(problem))
     return not problem
 
 

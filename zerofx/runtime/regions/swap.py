@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zerofx.errors import ProgramError
+from zerofx.errors import ProgramError, as_sentence
 from zerofx.runtime.regions.background import compilers
 from zerofx.runtime.regions.load import Later, with_regions
 
@@ -59,7 +59,7 @@ class Swap:
                 regions = self._later.compiled()
         except ProgramError as error:
             self._is_off = True
-            log.warning("%s goes on with ATen regions: %s", self.label, error)
+            log.warning("%s goes on with ATen regions: %s", self.label, as_sentence(error))
             return False
         self._made = with_regions(self._functions, self._later, regions)
         return True

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zerofx.comm.together import exchange
 from zerofx.comm.world import World
 from zerofx.compat.modules import RESETS, own_buffers, own_parameters, unsaved_buffers
-from zerofx.errors import PlanError, ShardError
+from zerofx.errors import PlanError, ShardError, as_sentence
 from zerofx.layout.placements import Cut, Part
 from zerofx.layout.slices import HOW_TO_MARK, local_of
 from zerofx.layout.tiles import cut
@@ -145,7 +145,7 @@ def check_slices(
                 elif tensor.is_meta and name not in given:
                     raise PlanError(
                         f"{name} is on meta and a slice along {world.slices}. Every rank would "
-                        "initialise it alike. Build the model on the host, or pass weights="
+                        "initialise it alike. Build the model on the host, or pass weights=."
                     )
     axis = world.axis("tensor")
     mine = torch.tensor(
@@ -161,13 +161,13 @@ def check_slices(
             raise PlanError(
                 f"{name} {list(tensor.shape)} differs along the mesh axis {world.slices} "
                 f"({axis.size} ranks), along which other parameters are slices. {HOW_TO_MARK}. If "
-                "all ranks hold the same parameter, give them the same values"
+                "all ranks hold the same parameter, give them the same values."
             )
         if is_other:
             raise PlanError(
                 f"buffer {name} {list(tensor.shape)} differs along the mesh axis {world.slices} "
                 f"({axis.size} ranks), and a snapshot holds it once. Register it with "
-                "persistent=False"
+                "persistent=False."
             )
 
 
@@ -189,7 +189,7 @@ def check_copies(world: World, model: nn.Module, cuts: Mapping[str, Cut]) -> Non
                     f"{name} is marked as a slice (tensor_model_parallel), and differs between "
                     f"ranks 0 and {rank}, which would be copies of one model. If they have slices, "
                     'pass mesh=mesh["dp"], the data axis of a mesh that also has the axis of the '
-                    "slices. If they have copies, build these with the same values"
+                    "slices. If they have copies, build these with the same values."
                 )
 
 
@@ -395,7 +395,7 @@ def _call(reset: Hook, path: str, module: nn.Module) -> None:
     except Exception as error:
         raise ShardError(
             f"initialising {path or 'the model'} ({type(module).__name__}) from meta failed: "
-            f"{error}. Build the model on the host instead."
+            f"{as_sentence(error)} Build the model on the host instead."
         ) from error
 
 

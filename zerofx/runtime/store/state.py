@@ -134,5 +134,5 @@ def sharded_state(store: ShardStore) -> dict[str, Tensor]:
 
 
 def flat_state(store: ShardStore) -> dict[str, FlatPiece]:
-    """Return every parameter as one flat tensor of its elements, in the format of zerofx 0.1.0."""
+    """Return every parameter as one flat tensor of its elements, the format of early versions."""
     return {name: flat_piece(param) for name, param in sharded_state(store).items()}

@@ -103,11 +103,11 @@ class Posted:
                     f"{what}: {name} {own[0]} of rank {dist.get_rank()} differs from that "
                     f"of rank {rank}, {theirs[name][0]}, along the mesh axis {axis.name} "
                     f"({axis.size} ranks), over which the model is not compiled. "
-                    f"{HOW_TO_MARK}: a snapshot then has the whole parameter"
+                    f"{HOW_TO_MARK}: a snapshot then has the whole parameter."
                 )
                 if axis.name in TENSOR:
                     return SnapshotError(said)
-                log.warning("zerofx: %s. If these are separate models, save each to its own", said)
+                log.warning("zerofx: %s. If these are separate models, save each to its own.", said)
                 break
         return None
 

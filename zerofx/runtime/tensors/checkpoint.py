@@ -5,7 +5,7 @@ Each range is cut into boxes (slices along every dimension), which distributed c
 of. So every reader finds a tensor of the global shape, however it shards that tensor: FSDP2,
 DTensor, another world size, another stage, or a different cut of layers.
 
-`FlatPiece` is the older format, one flat tensor of the elements. Snapshots of zerofx 0.1.0 store
+`FlatPiece` is the older format, one flat tensor of the elements. Snapshots of early versions store
 parameters and states in it.
 """
 
@@ -158,16 +158,16 @@ def box_at(tensor: ShardedTensor, offsets: Sequence[int]) -> torch.Tensor:
     for box in tensor.zfx.boxes:
         if box.offsets == tuple(offsets):
             return box.of(local_tensor(tensor))
-    raise AssertionError(f"{tensor!r} has no box at {list(offsets)}")
+    raise AssertionError(f"{tensor!r} has no box at {list(offsets)}.")
 
 
-# -- the format of zerofx 0.1.0 --------------------------------------------------------------------
+# -- the format of early versions ------------------------------------------------------------------
 class FlatPiece(torch.Tensor):
     """A flat 1-D tensor of `total` elements, of which this rank holds `local`, the given `ranges`.
 
     torch.distributed.checkpoint saves it as exactly these chunks and loads it into any other cut,
     since it reads the overlaps. The random states of all ranks are saved this way, and snapshots of
-    zerofx 0.1.0 hold parameters and optimizer states in this format. Chunks that are equal on
+    early versions hold parameters and optimizer states in this format. Chunks that are equal on
     several ranks (a replicate axis) are written once. It is a tensor only because the checkpoint
     code looks for one; it supports no computation.
     """
@@ -243,7 +243,7 @@ class FlatPiece(torch.Tensor):
 def flat_piece(tensor: torch.Tensor) -> FlatPiece:
     """Return a parameter, or an optimizer state of its shape, as one flat tensor of its elements.
 
-    Snapshots of zerofx 0.1.0 hold it in this format. It shares memory with `tensor`, so that
+    Snapshots of early versions hold it in this format. It shares memory with `tensor`, so that
     loading fills the tensor in place.
     """
     piece: ParameterPiece | None = getattr(tensor, "zfx", None)

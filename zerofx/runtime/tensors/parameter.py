@@ -186,7 +186,7 @@ class ModelParameter:
                 "Plan(update='step')."
             )
         if not self.requires_grad:  # type: ignore[attr-defined]
-            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient")
+            raise RuntimeError("cannot register a hook on a tensor that doesn't require gradient.")
         hooks = ledger.hooks.setdefault(self.zfx.name, OrderedDict())
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from zerofx.errors import as_sentence
 from zerofx.runtime.tiers.beside import Beside
 
 log = logging.getLogger("zerofx")
@@ -72,7 +73,7 @@ class HostUpdates:
     def drain(self) -> None:
         """Wait for all launched updates after an exception, which takes precedence over theirs."""
         for error in self._failures():
-            log.error("an update on the host failed as well: %s", error)
+            log.error("an update on the host failed as well: %s", as_sentence(error))
 
     def _failures(self, bucket: int | None = None) -> list[BaseException]:
         if bucket is None:

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from zerofx.errors import NvmeError
+from zerofx.errors import NvmeError, as_sentence
 from zerofx.nvme.aligned import up
 from zerofx.nvme.folder import prepare
 from zerofx.nvme.request import Request
@@ -259,11 +259,11 @@ class NvmeValues:
             try:
                 spill.join()
             except Exception as error:  # noqa: BLE001  (a copy lost by its device)
-                log.error("a transfer to or from NVMe failed as well: %s", error)
+                log.error("a transfer to or from NVMe failed as well: %s", as_sentence(error))
 
 
 def _over() -> Request:
-    raise AssertionError("the transfer was already waited for")
+    raise AssertionError("the transfer was already waited for.")
 
 
 def _behind(settled: Callable[[], None], submit: Callable[[], Request]) -> Request:

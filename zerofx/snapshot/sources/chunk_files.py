@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zerofx import schema
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 from zerofx.schema import DAMAGE
 from zerofx.snapshot.dcp import IndexUnpickler, check_index
 from zerofx.snapshot.held import HeldFiles
@@ -68,7 +68,7 @@ class Chunk:
         if not isinstance(found, Entry) or (found.dtype, found.shape) != (self.dtype, self.sizes):
             raise SnapshotError(
                 f"{self.file}: at offset {self.offset} there is no {self.dtype} tensor of "
-                f"{list(self.sizes)}, as the index says"
+                f"{list(self.sizes)}, as the index says."
             )
         return found
 
@@ -171,7 +171,9 @@ class ChunkSource(OpenCheckpoint):
             for info in index.storage_data.values():
                 schema.file_path(info.relative_path, "the name of a file")
         except DAMAGE as error:
-            raise SnapshotError(f"{path}: not the index of a checkpoint: {error}") from error
+            raise SnapshotError(
+                f"{path}: not the index of a checkpoint: {as_sentence(error)}"
+            ) from error
         assert isinstance(index, Metadata) and index.storage_data is not None
         cut = getattr(index, "mcore_data", None)  # what Megatron has flattened, by name
         cut = cut if isinstance(cut, dict) else {}
@@ -196,7 +198,7 @@ class ChunkSource(OpenCheckpoint):
             if info.offset + info.length > total:
                 raise SnapshotError(
                     f"{file} is cut short: {key} ends at offset {info.offset + info.length}, the "
-                    f"file at {total}"
+                    f"file at {total}."
                 )
             place = tuple(chunk.offsets), tuple(chunk.sizes)
             chunks.append(Chunk(self._held, file, info.offset, info.length, *place, dtype))
@@ -219,7 +221,7 @@ class ChunkSource(OpenCheckpoint):
         if len(best) > 1 and not usual:
             raise SnapshotError(
                 f"{self._source} has the model's names under {', '.join(sorted(best))}. Say which "
-                "by names=, a function from the model's names to those in the files"
+                "by names=, a function from the model's names to those in the files."
             )
         front = (usual or best or [""])[0]
         heads = {name.partition(".")[0] for name in self._wanted}
@@ -276,7 +278,7 @@ class ChunkSource(OpenCheckpoint):
         """Read steps and options of Megatron's optimizer, which are equal for all parameters."""
         content = read_torch_file(self._held, str(path)).content
         if not isinstance(content, dict):
-            raise SnapshotError(f"{path} has a {type(content).__name__} and no state")
+            raise SnapshotError(f"{path} has a {type(content).__name__} and no state.")
         self.extra = {
             k: plain(v)
             for k, v in content.items()

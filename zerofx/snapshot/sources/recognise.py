@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from zerofx import schema
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 from zerofx.schema import FormError
 from zerofx.snapshot.sources import tensor_files, torch_files, zero_files
 from zerofx.snapshot.sources.chunk_files import PARTS, ChunkSource
@@ -71,11 +71,11 @@ def _pointed(path: Path) -> Path | None:
             said = schema.read_text(pointer, _MOST_POINTER_BYTES).strip()
             schema.file_name(said, "the name in it")
         except (OSError, FormError) as error:
-            raise SnapshotError(f"{pointer}: {error}") from error
+            raise SnapshotError(f"{pointer}: {as_sentence(error)}") from error
         is_number = name == _ITERATION and _NUMBER.fullmatch(said)
         folder = path / (f"iter_{int(said):07d}" if is_number else said)
         if not folder.is_dir():
-            raise SnapshotError(f"{pointer} names {folder.name}, which is not there")
+            raise SnapshotError(f"{pointer} names {folder.name}, which is not there.")
         return folder
     return None
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 from zerofx.snapshot.held import HeldFiles, Replaced, is_stale
 
 _AT_ONCE_BYTES = 8 << 20
@@ -96,7 +96,7 @@ class Entry:
         if self.end > total:
             raise SnapshotError(
                 f"{self.path} is cut short: {self.name} ends at offset {self.end}, the file at "
-                f"{total}"
+                f"{total}."
             )
 
     def read(self, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -124,7 +124,7 @@ class Entry:
         if got != part.nbytes:
             raise SnapshotError(
                 f"{self.path}: {self.name} should have {part.nbytes} bytes at offset {at}, "
-                f"but only {got} are there"
+                f"but only {got} are there."
             )
         return part
 
@@ -176,7 +176,7 @@ def slice_of(stored: StoredTensor, index: int) -> Joined:
         SnapshotError: there is no such slice.
     """
     if not stored.shape or not 0 <= index < stored.shape[0]:
-        raise SnapshotError(f"{stored.path}: there is no slice {index} of {describe(stored)}")
+        raise SnapshotError(f"{stored.path}: there is no slice {index} of {describe(stored)}.")
     inner = math.prod(stored.shape[1:])
     return Joined.of([(stored, index * inner, (index + 1) * inner)], stored.shape[1:])
 
@@ -245,7 +245,7 @@ class OpenCheckpoint(ABC):
         if isinstance(error, SnapshotError):
             raise error
         where = error.filename or self._source
-        raise SnapshotError(f"{where}: {error.strerror or error}") from error
+        raise SnapshotError(f"{where}: {as_sentence(error.strerror or error)}") from error
 
     def close(self) -> None:
         """Close all files."""

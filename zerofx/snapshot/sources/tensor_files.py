@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from zerofx import schema
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 from zerofx.schema import Form, FormError
 from zerofx.snapshot.sources.source import Entry, OpenCheckpoint
 
@@ -76,20 +76,20 @@ class TensorSource(OpenCheckpoint):
         files = sorted(path.glob(f"*{SUFFIX}"))
         if len(indexes) > 1:
             names = ", ".join(i.name for i in indexes)
-            raise SnapshotError(f"{path} has several indexes ({names}). Give the path of one")
+            raise SnapshotError(f"{path} has several indexes ({names}). Give the path of one.")
         if indexes:
             return self._indexed(indexes[0])
         if not files:
             raise SnapshotError(
                 f"{path}: no *{SUFFIX} file is there. Give a directory that has them, one such "
-                f"file, a *{INDEX}, or a checkpoint of another kind (docs/checkpoints.md)"
+                f"file, a *{INDEX}, or a checkpoint of another kind (docs/checkpoints.md)."
             )
         _check_numbers(files)
         found: dict[str, Entry] = {}
         for file in files:
             for name, entry in self._entries(file).items():
                 if name in found:
-                    raise SnapshotError(f"{name} is both in {found[name].path} and in {file}")
+                    raise SnapshotError(f"{name} is both in {found[name].path} and in {file}.")
                 found[name] = entry
         return found
 
@@ -97,12 +97,12 @@ class TensorSource(OpenCheckpoint):
         """Return the tensors that an index names, each from the file given there."""
         file, total = self._held.stream(str(path)), self._held.num_bytes(str(path))
         if total > _MOST_INDEX_BYTES:
-            raise SnapshotError(f"{path} is no index of safetensors files: {total} bytes")
+            raise SnapshotError(f"{path} is no index of safetensors files: {total} bytes.")
         where = _json(file.read(), path, _INDEX, "no index of safetensors files")["weight_map"]
         files = {name: self._entries(path.parent / name) for name in sorted(set(where.values()))}
         absent = [name for name, file in where.items() if name not in files[file]]
         if absent:
-            raise SnapshotError(f"{path}: {absent[0]} should be in {where[absent[0]]}, but is not")
+            raise SnapshotError(f"{path}: {absent[0]} should be in {where[absent[0]]}, but is not.")
         return {name: files[file][name] for name, file in where.items()}
 
     def _entries(self, path: Path) -> dict[str, Entry]:
@@ -111,7 +111,7 @@ class TensorSource(OpenCheckpoint):
         start = file.read(_LENGTH_BYTES)
         length = struct.unpack("<Q", start)[0] if len(start) == _LENGTH_BYTES else total
         if length > min(total - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-            raise SnapshotError(f"{path} is no safetensors file, or is cut short: {total} bytes")
+            raise SnapshotError(f"{path} is no safetensors file, or is cut short: {total} bytes.")
         header = _json(file.read(length), path, schema.mapping(schema.text(), schema.anything))
         metadata = header.pop("__metadata__", None)
         _checked(metadata, _METADATA, path, where="__metadata__")
@@ -125,7 +125,7 @@ class TensorSource(OpenCheckpoint):
         dtype, shape = DTYPES[value["dtype"]], tuple(value["shape"])
         begin, end = value["data_offsets"]
         if end - begin != math.prod(shape) * dtype.itemsize:
-            raise SnapshotError(f"{path}: {name} of {dtype} {list(shape)} has {end - begin} bytes")
+            raise SnapshotError(f"{path}: {name} of {dtype} {list(shape)} has {end - begin} bytes.")
         return Entry(self._held, path, name, dtype, shape, behind + begin)
 
 
@@ -135,16 +135,16 @@ def _check_tiling(path: Path, entries: dict[str, Entry], behind: int, total: int
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].offset, item[1].end)):
         if entry.end > total:
             raise SnapshotError(
-                f"{path} is cut short: {name} ends at offset {entry.end}, the file at {total}"
+                f"{path} is cut short: {name} ends at offset {entry.end}, the file at {total}."
             )
         if entry.offset != at:
             raise SnapshotError(
                 f"{path}: {name} begins at offset {entry.offset}, and {before} ends at {at}. Every "
-                "byte of a safetensors file belongs to one tensor"
+                "byte of a safetensors file belongs to one tensor."
             )
         at, before = entry.end, name
     if at != total:
-        raise SnapshotError(f"{path}: the tensors end at offset {at}, the file at {total}")
+        raise SnapshotError(f"{path}: the tensors end at offset {at}, the file at {total}.")
 
 
 def _check_numbers(files: list[Path]) -> None:
@@ -162,7 +162,7 @@ def _check_numbers(files: list[Path]) -> None:
         if have != count:
             raise SnapshotError(
                 f"{files[0].parent} has {have} of {count} files {stem}-*{SUFFIX} and no index. "
-                "An export was interrupted there: export again"
+                "An export was interrupted there: export again."
             )
 
 
@@ -171,11 +171,11 @@ def _json(raw: bytes, path: Path, form: Form, what: str = "no safetensors file")
     try:
         return schema.check(schema.parse_json(raw), form)  # type: ignore[no-any-return]
     except FormError as error:
-        raise SnapshotError(f"{path} is {what}, or is damaged: {error}") from error
+        raise SnapshotError(f"{path} is {what}, or is damaged: {as_sentence(error)}") from error
 
 
 def _checked(value: Any, form: Form, path: Path, where: str = "") -> None:
     try:
         schema.check(value, form, where)
     except FormError as error:
-        raise SnapshotError(f"{path}: {error}") from error
+        raise SnapshotError(f"{path}: {as_sentence(error)}") from error

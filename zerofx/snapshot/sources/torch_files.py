@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zerofx import schema
 from zerofx.compat.checkpoint import storage_offset
-from zerofx.errors import SnapshotError
+from zerofx.errors import SnapshotError, as_sentence
 from zerofx.schema import DAMAGE, Form, FormError
 from zerofx.snapshot.held import HeldFiles
 from zerofx.snapshot.sources.source import Entry, OpenCheckpoint, StoredTensor, read_whole
@@ -118,7 +118,7 @@ def read_torch_file(
     length = total if length is None else length
     path = held.path(name)
     if start + length > total:
-        raise SnapshotError(f"{path} is cut short: {start + length} bytes are needed of {total}")
+        raise SnapshotError(f"{path} is cut short: {start + length} bytes are needed of {total}.")
     window: Any = _Window(held.stream(name), start, length)
     try:
         records, saved_as = _records(window)
@@ -135,12 +135,14 @@ def read_torch_file(
         why = f"it is no archive ({error}), and has {length} bytes"
         if held.stream(name).read(len(_OLD)) == _OLD:
             why = "torch before 1.6 wrote it: load it with torch.load, and torch.save it again"
-        raise SnapshotError(f"{path} is no file of torch.save, or is cut short: {why}") from error
+        raise SnapshotError(f"{path} is no file of torch.save, or is cut short: {why}.") from error
     except FormError as error:
-        raise SnapshotError(f"{path} is damaged: {error}") from error
+        raise SnapshotError(f"{path} is damaged: {as_sentence(error)}") from error
     except DAMAGE as error:
         why = _last_words(error)
-        raise SnapshotError(f"{path} is damaged, or no file of torch.save: {why}") from error
+        raise SnapshotError(
+            f"{path} is damaged, or no file of torch.save: {as_sentence(why)}"
+        ) from error
 
 
 def _last_words(error: BaseException) -> str:
@@ -234,7 +236,7 @@ def checked(file: TorchFile, form: Form, path: Path, what: str) -> Any:
     try:
         return schema.check(file.content, form)
     except FormError as error:
-        raise SnapshotError(f"{path} is no {what}: {error}") from error
+        raise SnapshotError(f"{path} is no {what}: {as_sentence(error)}") from error
 
 
 def plain(value: Any) -> Any:
@@ -268,11 +270,11 @@ class TorchSource(OpenCheckpoint):
         try:
             where = schema.check(schema.parse_json(text), _WEIGHT_MAP)["weight_map"]
         except FormError as error:
-            raise SnapshotError(f"{indexes[0]}: {error}") from error
+            raise SnapshotError(f"{indexes[0]}: {as_sentence(error)}") from error
         files = {name: self._entries(self._source / name) for name in sorted(set(where.values()))}
         absent = [name for name, file in where.items() if name not in files[file]]
         if absent:
-            raise SnapshotError(f"{indexes[0]}: {absent[0]} is not in {where[absent[0]]}")
+            raise SnapshotError(f"{indexes[0]}: {absent[0]} is not in {where[absent[0]]}.")
         return {name: files[file][name] for name, file in where.items()}
 
     def _entries(self, path: Path) -> dict[str, StoredTensor]:
@@ -281,7 +283,7 @@ class TorchSource(OpenCheckpoint):
             if isinstance(content, dict) and isinstance(content.get(key), dict):
                 content = content[key]
         if not isinstance(content, dict):
-            raise SnapshotError(f"{path} has a {type(content).__name__}, and no weights by name")
+            raise SnapshotError(f"{path} has a {type(content).__name__}, and no weights by name.")
         return {n: v for n, v in content.items() if isinstance(n, str) and isinstance(v, Entry)}
 
 

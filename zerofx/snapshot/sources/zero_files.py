@@ -145,7 +145,7 @@ class _EngineFolder(OpenCheckpoint, ABC):
         if found.saved_as != path.stem and _PIECE.fullmatch(found.saved_as):
             raise SnapshotError(
                 f"{path} was saved as {found.saved_as}{path.suffix}: files of the checkpoint were "
-                "swapped or renamed. Copy the folder again"
+                "swapped or renamed. Copy the folder again."
             )
         return found
 
@@ -159,12 +159,12 @@ class _EngineFolder(OpenCheckpoint, ABC):
             raise SnapshotError(
                 f"{self._source} has pipeline stages, tensor-parallel slices or experts "
                 f"({(sliced or sorted(found.values()))[-1]}), and only data-parallel checkpoints "
-                "are read. Convert it with DeepSpeed's ds_to_universal, and give that folder"
+                "are read. Convert it with DeepSpeed's ds_to_universal, and give that folder."
             )
         names = [found[key] for key in sorted(found, key=lambda k: int(k[0] or 0))]
         if not names:
             raise SnapshotError(
-                f"{self._source}: *_model_states.pt is missing, which has names and shapes"
+                f"{self._source}: *_model_states.pt is missing, which has names and shapes."
             )
         paths = [self._source / name for name in names]
         return [(p, checked(self._read(p), _MODEL_FORM, p, "file of model states")) for p in paths]
@@ -194,7 +194,7 @@ class _EngineFolder(OpenCheckpoint, ABC):
             shares = []
             for path, state in models:
                 if name not in (state.get("frozen_param_fragments") or {}):
-                    raise SnapshotError(f"{path} lacks its share of {name}")
+                    raise SnapshotError(f"{path} lacks its share of {name}.")
                 shares.append(state["frozen_param_fragments"][name])
             found[name] = _of_shares(name, [(share, 0) for share in shares], shape)
         return found
@@ -232,7 +232,7 @@ class ZeroSource(_EngineFolder):
     ) -> dict[str, StoredTensor]:
         """Return the weights of a model that was trained without ZeRO."""
         if has_optim:
-            raise SnapshotError(f"{path} has no param_shapes, and there are *_optim_states.pt")
+            raise SnapshotError(f"{path} has no param_shapes, and there are *_optim_states.pt.")
         self.found = f"DeepSpeed {first.get('ds_version')} checkpoint without ZeRO"
         self.optimizer.why_not = (
             "its states are by number, without names of parameters. Load them with "
@@ -256,7 +256,7 @@ class ZeroSource(_EngineFolder):
             if len(set(inner["partition_count"])) > 1:
                 raise SnapshotError(
                     f"{path}: groups are split over {inner['partition_count']} ranks, as experts "
-                    "are. Only data-parallel checkpoints are read"
+                    "are. Only data-parallel checkpoints are read."
                 )
         states: list[Mapping[str, Any]] = [{} for _ in flats]
         options: list[Mapping[str, Any]] = [{} for _ in flats]
@@ -266,7 +266,7 @@ class ZeroSource(_EngineFolder):
             for group in base["param_groups"]:
                 for number in group["params"]:
                     if number >= len(flats):
-                        raise SnapshotError(f"{path}: there is no group {number} of parameters")
+                        raise SnapshotError(f"{path}: there is no group {number} of parameters.")
                     options[number] = plain({k: v for k, v in group.items() if k != "params"})
                     states[number] = base["state"].get(number, {})
         return _RankFiles(path, stage, count, flats, states, options)
@@ -283,28 +283,28 @@ class ZeroSource(_EngineFolder):
             raise SnapshotError(
                 f"{self._source}: *_optim_states.pt is missing, which has the weights in fp32. "
                 f"Copy the whole folder, or give {path.name}, which has at stages 1 and 2 the "
-                "weights that were computed with"
+                "weights that were computed with."
             )
         count = ranks[0].ranks
         if list(numbers) != list(range(count)):
             lacking = sorted(set(range(count)) - set(numbers))
             what = f"lacks rank {lacking[0]}" if lacking else "has files of another checkpoint"
             raise SnapshotError(
-                f"{self._source} {what}: {len(ranks)} of {count} files *_optim_states.pt are there"
+                f"{self._source} {what}: {len(ranks)} of {count} files *_optim_states.pt are there."
             )
         if ranks[0].stage == 3 and len(models) != count:
             raise SnapshotError(
-                f"{self._source}: {len(models)} of {count} files *_model_states.pt are there"
+                f"{self._source}: {len(models)} of {count} files *_model_states.pt are there."
             )
         for rank in ranks:
             if (rank.ranks, rank.stage, len(rank.flats)) != (count, ranks[0].stage,
                                                              len(ranks[0].flats)):  # fmt: skip
-                raise SnapshotError(f"{rank.path} is of another checkpoint than rank 0's")
+                raise SnapshotError(f"{rank.path} is of another checkpoint than rank 0's.")
         for other, state in models[1:]:
             if state.get("global_steps") != models[0][1].get("global_steps"):
                 raise SnapshotError(
                     f"{other} is of step {state.get('global_steps')}, and rank 0's of step "
-                    f"{models[0][1].get('global_steps')}. Copy all files of one checkpoint"
+                    f"{models[0][1].get('global_steps')}. Copy all files of one checkpoint."
                 )
 
     def _groups(self, ranks: Sequence[_RankFiles]) -> list[_Group]:
@@ -333,7 +333,7 @@ class ZeroSource(_EngineFolder):
             if not isinstance(state, Entry) or math.prod(state.shape) < math.prod(flat.shape):
                 raise SnapshotError(
                     f"{rank.path}: {key} of group {number} does not have the "
-                    f"{math.prod(flat.shape)} elements of the weights"
+                    f"{math.prod(flat.shape)} elements of the weights."
                 )
         return list(held)
 
@@ -348,7 +348,9 @@ class ZeroSource(_EngineFolder):
         `param_slice_mappings` has the same data, but is wrong with `round_robin_gradients`.
         """
         if len(groups) != len(shapes):
-            raise SnapshotError(f"{path} has {len(shapes)} groups of parameters, not {len(groups)}")
+            raise SnapshotError(
+                f"{path} has {len(shapes)} groups of parameters, not {len(groups)}."
+            )
         found: dict[str, StoredTensor] = {}
         for number, (group, named) in enumerate(zip(groups, shapes, strict=True)):
             there = sum(math.prod(flat.shape) for flat in group.flats)
@@ -382,7 +384,7 @@ class ZeroSource(_EngineFolder):
             while at >= sizes[number][0] and number + 1 < len(groups):
                 number, at = number + 1, at - sizes[number][0]
             if share > sizes[number][0] - at:
-                raise SnapshotError(f"{path}: {name} goes beyond its group {number}")
+                raise SnapshotError(f"{path}: {name} goes beyond its group {number}.")
             group = groups[number]
             found[name] = _of_shares(name, [(flat, at) for flat in group.flats], shape)
             pieces = [(r, at, at + share) for r in range(count)]
@@ -429,7 +431,7 @@ class UniversalSource(_EngineFolder):
         self._check_alike(root)
         lacking = sorted(shapes.keys() - entries.keys())
         if lacking:
-            raise SnapshotError(f"{root / lacking[0]} is missing")
+            raise SnapshotError(f"{root / lacking[0]} is missing.")
         for alias, name in (first.get("shared_params") or {}).items():
             if name in entries:
                 entries[alias] = entries[name]
@@ -446,7 +448,7 @@ class UniversalSource(_EngineFolder):
         if shape is None or tuple(shape) == found.shape or isinstance(content, dict):
             return found  # type: ignore[no-any-return]
         if math.prod(found.shape) != math.prod(shape):
-            raise SnapshotError(f"{path} has {math.prod(found.shape)} elements, not {list(shape)}")
+            raise SnapshotError(f"{path} has {math.prod(found.shape)} elements, not {list(shape)}.")
         return Joined.of([(found, 0, math.prod(shape))], shape)
 
     def _states_of(self, folder: Path, name: str, shape: Sequence[int]) -> None:
@@ -458,7 +460,7 @@ class UniversalSource(_EngineFolder):
             content = content["param"] if isinstance(content, dict) else content
             if isinstance(content, Entry) and content.shape:
                 if math.prod(content.shape) != math.prod(shape):
-                    raise SnapshotError(f"{path} is of {list(content.shape)}, not {list(shape)}")
+                    raise SnapshotError(f"{path} is of {list(content.shape)}, not {list(shape)}.")
                 tensors[key] = Joined.of([(content, 0, math.prod(shape))], shape)
             else:
                 values[key] = plain(content)
@@ -469,7 +471,7 @@ class UniversalSource(_EngineFolder):
         kinds = {key for held in self.optimizer.tensors.values() for key in held}
         for name, held in self.optimizer.tensors.items():
             for key in sorted(kinds - held.keys()):
-                raise SnapshotError(f"{root / name / key}.pt is missing")
+                raise SnapshotError(f"{root / name / key}.pt is missing.")
 
     def _options(self, root: Path, shapes: Sequence[Shapes]) -> dict[str, Mapping[str, Any]]:
         """Return each parameter's options, including the steps of stage 3."""
@@ -500,7 +502,7 @@ def _of_shares(name: str, shares: Sequence[tuple[Entry, int]], shape: Sequence[i
     for rank, (flat, at) in enumerate(shares):
         own = max(0, min(share, numel - rank * share))
         if math.prod(flat.shape) < at + own:
-            raise SnapshotError(f"{flat.path}: {name} has {math.prod(flat.shape) - at} of {own}")
+            raise SnapshotError(f"{flat.path}: {name} has {math.prod(flat.shape) - at} of {own}.")
         parts.append((flat, at, at + own))
     return Joined.of(parts, shape)
 
@@ -536,7 +538,7 @@ def _same(ranks: Sequence[_RankFiles], key: str, held: Sequence[Any]) -> Any:
         if not is_same:
             raise SnapshotError(
                 f"{rank.path} has {key} {value}, and {ranks[0].path.name} has {values[0]}: the "
-                "files are of several checkpoints"
+                "files are of several checkpoints."
             )
     return values[0]
 
@@ -546,5 +548,5 @@ def _other_size(path: Path, needed: int, there: int, number: int | None = None) 
     return (
         f"{path.parent}: {path.name} names {needed} elements{where}, and the files "
         f"*_optim_states.pt have {there}. Either they are of another checkpoint, or the rest was "
-        "offloaded to NVMe and is not in the folder"
+        "offloaded to NVMe and is not in the folder."
     )

@@ -23,7 +23,7 @@ def compile_all(folder: Path) -> str:
             spec = ("float32", (size // 4,), (1,), "cpu")
             made = compile_region(_graph(kind, size), (spec, spec), _path(folder, kind, size))
             if made is None:
-                raise DoctorError(f"Inductor made no code of {kind} work")
+                raise DoctorError(f"Inductor made no code of {kind} work.")
     return ""
 
 

@@ -92,7 +92,7 @@ Model = Annotated[
     str,
     typer.Argument(
         help="package.module:function, file.py:function, hf:DIR (a transformers config.json), or "
-        "the directory of an emitted program"
+        "the directory of an emitted program."
     ),
 ]
 World = Annotated[

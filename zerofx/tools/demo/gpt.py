@@ -29,7 +29,7 @@ class GPTConfig:
         if self.width % self.heads:
             raise ValueError(
                 f"GPTConfig: width {self.width} is not a multiple of heads {self.heads}. "
-                "Choose heads that divide it"
+                "Choose heads that divide it."
             )
 
 
@@ -145,7 +145,7 @@ def generate(
         ValueError: the prompt is empty; there is nothing to continue.
     """
     if not prompt:
-        raise ValueError("generate: the prompt is empty. Give at least one byte")
+        raise ValueError("generate: the prompt is empty. Give at least one byte.")
     was_training = model.training
     model.eval()
     device = model.embed.weight.device

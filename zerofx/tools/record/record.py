@@ -114,6 +114,12 @@ def record(
     Raises:
         RecordingError: the model is not compiled by zerofx, replays CUDA graphs, or ran no whole
             step after the warmup (and that of `memory`); or `profile` and `memory` are both set.
+
+    Example:
+        with zerofx.record(model, warmup=2) as recording:
+            for batch in itertools.islice(loader, 12):
+                train(batch)
+        recording.save(f"rank{rank}.json.gz")
     """
     recorder = _Recorder(model, warmup, profile, memory)
     found = RecordingView()
@@ -291,7 +297,7 @@ class _Recorder:
             return None
         graphs = step.own()
         if any(s.name not in found.held for s in steps if s.graph in graphs):
-            log.warning("record: the step whose memory was measured did not run to its end")
+            log.warning("record: the step whose memory was measured did not run to its end.")
             return None
         return found
 

@@ -101,7 +101,7 @@ def _whole(
     num = max((len(r.own()) for r in whole), default=0)
     if not whole:
         name = recorded[0].program.model_name
-        raise RecordingError(f"record: no step of {name} ran to its end")
+        raise RecordingError(f"record: no step of {name} ran to its end.")
     return [r for r in whole if len(r.own()) == num]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofx.analysis.time.forecast import available_bytes
-from zerofx.errors import CaptureError, PlanError, TargetError
+from zerofx.errors import CaptureError, PlanError, TargetError, as_sentence
 from zerofx.hardware import Hardware
 from zerofx.plan.sizes import format_bytes
 from zerofx.tools.search.bounds import Bound, Bounds
@@ -82,7 +82,9 @@ class Search:
         """
         choices = list(self.space.choices())
         if not choices:
-            raise PlanError(f"search: no valid plan exists: {self.space.contradiction()}")
+            raise PlanError(
+                f"search: no valid plan exists: {as_sentence(self.space.contradiction())}"
+            )
         limit = available_bytes(self.hardware)
         for level in LEVELS[:1] if self.space.has_axes else LEVELS:
             memory = format_bytes(round(level * limit))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from zerofx.api import PlanLike
-from zerofx.errors import PlanError
+from zerofx.errors import PlanError, as_sentence
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.plan.fields import whole
 from zerofx.plan.plan import Plan, as_plan
@@ -41,7 +41,8 @@ def too_large(search: Search) -> PlanError:
     search.says(f"no plan fits {where}: looking for the nearest one that fits", False)
     least = _least(search)
     if least is None and search.refused:
-        return PlanError(f"search: no valid plan exists: {next(iter(search.refused.values()))}")
+        refused = next(iter(search.refused.values()))
+        return PlanError(f"search: no valid plan exists: {as_sentence(refused)}")
     lines = [f"search: no plan fits {where}"]
     if space.settled:
         lines[0] += f" with {', '.join(sorted(space.settled))} as given"
@@ -107,6 +108,9 @@ def search(
     plan: its fields stay as given. Without a precision, the fastest format of the hardware is used.
     batch, seq: of an `hf:` model's call. nvme: the folder that plans use for the nvme tier.
     says: called with the next action, and whether it is of interest until the following one only.
+
+    Returns:
+        A view to print. `view.plan` is the fastest plan, as `zerofx.compile` takes it.
 
     Raises:
         PlanError: the hardware is unknown, the world is empty, the batch cannot be divided, or

@@ -21,7 +21,7 @@ from zerofx.capture.capture import describe_uncalled
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.units import find_units
 from zerofx.compat.graphs import pytree
-from zerofx.errors import CaptureError, TargetError
+from zerofx.errors import CaptureError, TargetError, as_sentence
 from zerofx.ir.program import Loop, ParamInfo, Planned, Program
 from zerofx.passes.cut_stages import CutStages, cut, unit_positions
 from zerofx.passes.order import Setting
@@ -379,7 +379,9 @@ class FamilyOfOne(Family):
 
     def _program(self, length: int, samples: int, outputs: str = "all") -> Program:
         if samples != self.samples:
-            raise TargetError(f"{self.name} was captured for {self.samples} samples, not {samples}")
+            raise TargetError(
+                f"{self.name} was captured for {self.samples} samples, not {samples}."
+            )
         return self.program
 
 
@@ -539,7 +541,8 @@ class ModelFamily(Family):
                     raise
                 raise TargetError(
                     f"model {self.name} cannot be captured with {samples} samples. Its example "
-                    f"call has {self.samples}, which a global batch can have per rank: {error}"
+                    f"call has {self.samples}, which a global batch can have per rank: "
+                    f"{as_sentence(error)}"
                 ) from error
         return self._programs[key]
 

@@ -163,7 +163,7 @@ def _shrinks(found: Sequence[Mapping[str, float]]) -> bool:
 def _unsteady(choice: Choice) -> PlanError:
     return PlanError(
         f"the memory of {choice.words()} does not grow steadily with the number of layers, so that "
-        "it cannot be told from a few. Use zerofx predict"
+        "it cannot be told from a few. Use zerofx predict."
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerofx.analysis.time.measured import Measured, check_same, same_step
 from zerofx.analysis.time.steps import Lane
-from zerofx.errors import RecordingError
+from zerofx.errors import RecordingError, as_sentence
 from zerofx.ir.program import Planned
 from zerofx.ir.text import as_text
 from zerofx.plan.sizes import format_bytes
@@ -82,10 +82,10 @@ def load_recording(*paths: str | os.PathLike[str]) -> RecordingView:
             found.programs += [Measured.from_dict(each) for each in _programs(said)]
         except (ValueError, EOFError, zlib.error, gzip.BadGzipFile, RecordingError) as error:
             raise RecordingError(
-                f"{path} is no recording that `record(...).save` wrote: {error}"
+                f"{path} is no recording that `record(...).save` wrote: {as_sentence(error)}"
             ) from error
         except OSError as error:
-            raise RecordingError(f"{path}: {error.strerror}") from error
+            raise RecordingError(f"{path}: {error.strerror}.") from error
     return found
 
 
@@ -109,7 +109,7 @@ def _programs(said: Any) -> list[dict[str, Any]]:
     what = f"a JSON {type(said).__name__} without them"
     if isinstance(said, dict) and "traceEvents" in said:
         what = "a trace for Perfetto, which cannot be read back"
-    raise RecordingError(f"it should hold recorded programs, but is {what}")
+    raise RecordingError(f"it should hold recorded programs, but is {what}.")
 
 
 def _memory_lines(measured: Measured) -> list[str]:
