@@ -1,9 +1,9 @@
-"""Ranks of one axis as threads, in lockstep: each runs one graph, and they meet at conversions."""
+"""Ranks of one axis or two as threads, in lockstep: they run one graph, and meet at conversions."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.comm.collectives import DONE, Axis, Work, ordered_sum
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import Placed, Role, info, value
 from zerofx.ir.program import Program
 from zerofx.layout.buckets import Mesh
-from zerofx.layout.placements import Cut, P, Placement, R, join, part
+from zerofx.layout.placements import Cut, P, R, join, part
+from zerofx.plan.parts import Parallel
 from zerofx.runtime.graph_calls import GraphCalls
 
 
@@ -93,7 +94,7 @@ def run_whole(
         return runner.run(*given), runner.kept
 
 
-def on_threads(ranks: int, meeting: Meeting, body: Callable[[int], Any]) -> list[Any]:
+def on_threads(ranks: int, meetings: Iterable[Meeting], body: Callable[[int], Any]) -> list[Any]:
     """Run `body(rank)` on a thread each; return what each gives, or raise the first real error."""
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
@@ -103,7 +104,8 @@ def on_threads(ranks: int, meeting: Meeting, body: Callable[[int], Any]) -> list
             results[rank] = body(rank)
         except BaseException as error:
             errors.append(error)
-            meeting.barrier.abort()
+            for meeting in meetings:
+                meeting.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -115,23 +117,68 @@ def on_threads(ranks: int, meeting: Meeting, body: Callable[[int], Any]) -> list
     return results
 
 
+def on_axes(parallel: Parallel, body: Callable[[int, Any], Any]) -> list[Any]:
+    """Run `body(rank, engine)` on a thread each, for all ranks over which values are cut.
+
+    Ranks of the tensor axis are neighbours.
+    """
+    sizes = {"shard": parallel.context, "context": parallel.context, "tensor": parallel.tensor}
+    mesh = replace(Mesh.of(**sizes), zigzag=parallel.is_zigzag)
+    layout, ranks = SimpleNamespace(mesh=mesh), range(parallel.value_ranks)
+    meetings = {
+        (axis, _line(mesh, axis, rank)): Meeting(size)
+        for axis, size in parallel.value_axes.items()
+        for rank in ranks
+    }
+
+    def run(rank: int) -> Any:
+        axes = {
+            axis: ThreadAxis(mesh.position(axis, rank), meetings[axis, _line(mesh, axis, rank)])
+            for axis in parallel.value_axes
+        }
+        world = SimpleNamespace(axis=axes.__getitem__)
+        engine = SimpleNamespace(world=world, layout=layout, wait=lambda flight: flight.wait())
+        return body(rank, engine)
+
+    return on_threads(len(ranks), list(meetings.values()), run)
+
+
 def run_ranks(
-    gm: fx.GraphModule, given: list[list[Tensor]], zigzag: bool = False
+    gm: fx.GraphModule, given: list[list[Tensor]], parallel: Parallel
 ) -> tuple[list[Any], list[dict[fx.Node, Any]]]:
     """Return each rank's results of one graph, and every value."""
-    layout = SimpleNamespace(
-        mesh=replace(Mesh.of(shard=len(given), context=len(given)), zigzag=zigzag)
-    )
-    meeting = Meeting(len(given))
-
-    def body(rank: int) -> Any:
-        axis = ThreadAxis(rank, meeting)
-        world = SimpleNamespace(axis=lambda name: axis)
-        engine = SimpleNamespace(world=world, layout=layout, wait=lambda flight: flight.wait())
-        return run_whole(gm, given[rank], engine)
-
-    results, kept = zip(*on_threads(len(given), meeting, body), strict=True)
+    found = on_axes(parallel, lambda rank, engine: run_whole(gm, given[rank], engine))
+    results, kept = zip(*found, strict=True)
     return list(results), list(kept)
+
+
+def _line(mesh: Mesh, axis: str, rank: int) -> tuple[int, ...]:
+    """Return the ranks along an axis that this one is among."""
+    first = rank - mesh.position(axis, rank) * mesh.stride(axis)
+    return tuple(first + n * mesh.stride(axis) for n in range(mesh.along(axis)))
+
+
+def notes_of(placed: Placed, parallel: Parallel) -> list[tuple[str, int, Any]]:
+    """Return (axis, ranks, placement) over each axis, the one that was cut first first."""
+    each: list[Any] = []
+    note: Placed | None = placed
+    while note is not None:
+        each.append(note.gives)
+        note = note.outer
+    return [
+        (axis, ranks, lies)
+        for (axis, ranks), lies in zip(parallel.value_axes.items(), reversed(each), strict=True)
+    ]
+
+
+def together_over(values: list[Any], placed: Placed, parallel: Parallel) -> Any:
+    """Return the whole value of what the ranks of all axes have."""
+    for axis, ranks, lies in reversed(notes_of(placed, parallel)):
+        rest = len(values) // ranks
+        zigzag = axis == "context" and parallel.is_zigzag
+        values = [together(values[at::rest], lies, zigzag) for at in range(rest)]
+    (whole,) = values
+    return whole
 
 
 def together(values: list[Any], lies: Any, zigzag: bool = False) -> Any:
@@ -148,8 +195,15 @@ def together(values: list[Any], lies: Any, zigzag: bool = False) -> Any:
     return join(values, lies, zigzag)
 
 
-def cut_for(whole: Tensor, lies: Placement, rank: int, ranks: int, zigzag: bool = False) -> Tensor:
-    return part(whole, lies, rank, ranks, zigzag) if isinstance(lies, Cut) else whole
+def cut_for(whole: Tensor, placed: Placed, rank: int, parallel: Parallel) -> Tensor:
+    """Return what a rank has of a value."""
+    stride = 1
+    for axis, ranks, lies in notes_of(placed, parallel):
+        zigzag = axis == "context" and parallel.is_zigzag
+        if isinstance(lies, Cut):
+            whole = part(whole, lies, rank // stride % ranks, ranks, zigzag)
+        stride *= ranks
+    return whole
 
 
 def values_of(program: Program, model: torch.nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:

@@ -289,7 +289,6 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"parallel": {"context": 2, "tensor": 2}}, "context = 2 does not go with tensor = 2 yet"),
         (
             {"parallel": {"context": 2, "pipeline": 2}, "numerics": "fast"},
             "context = 2 does not support numerics = 'fast'",
@@ -301,7 +300,10 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
         ({"parallel": {"context": 2, "attention": "rings"}}, "attention"),
         ({"parallel": {"attention": "ring"}}, "attention = 'ring' contradicts context = 1"),
         ({"parallel": {"context": 2, "sequence": True}}, "Set tensor, or drop sequence"),
-        ({"parallel": {"context": 2, "placements": {"*": "whole"}}}, "tensor axis. Drop it"),
+        (
+            {"parallel": {"context": 2, "placements": {"*": "whole"}}},
+            "tensor axis. Set tensor, or drop it",
+        ),
         ({"parallel": {"context": 2}, "numerics": "fast"}, "does not support numerics = 'fast'"),
         ({"parallel": {"context": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
     ],

@@ -11,6 +11,7 @@ from tensor_models import MODELS, batch
 from torch import Tensor, nn
 
 import zerofx
+from zerofx.plan.plan import Plan
 
 STEPS = 5
 Run = tuple[list[float], dict[str, Tensor]]
@@ -74,6 +75,7 @@ def errors(found: Run, exact: Run, start: dict[str, Tensor]) -> tuple[float, flo
         pytest.param("llama", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("gpt2", {"pipeline": 2}, marks=pytest.mark.slow),
         pytest.param("llama", {"context": 2}, marks=pytest.mark.slow),
+        pytest.param("llama", {"tensor": 2, "context": 2}, marks=pytest.mark.slow),
     ],
 )
 def test_bf16_is_as_exact_as_on_one_process(
@@ -83,7 +85,8 @@ def test_bf16_is_as_exact_as_on_one_process(
     exact, alone = plain(name, torch.float64), plain(name, torch.bfloat16)
     of_losses, of_params = errors(alone, exact, start)
     assert 1e-5 < of_losses < 0.05 and 1e-4 < of_params < 0.2
-    for found in pool.run(2, on_ranks, name, parallel):
+    ranks = Plan(parallel=parallel).parallel.num_shared
+    for found in pool.run(ranks, on_ranks, name, parallel):
         mine = errors(found, exact, start)
         print(name, parallel, mine, (of_losses, of_params))
         assert mine[1] <= 1.5 * of_params

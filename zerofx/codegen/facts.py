@@ -11,7 +11,7 @@ import torch
 
 from zerofx import schema
 from zerofx.hardware import Hardware, default_hardware, hardware_names, load_hardware
-from zerofx.ir.meta import Role, info, value
+from zerofx.ir.meta import Placed, Role, info, value
 from zerofx.ir.program import (
     BACKWARD,
     FORWARD,
@@ -261,7 +261,7 @@ def read_stage(said: dict[str, Any] | None) -> Stage:
         dtype, shape, strides, device = row["spec"]
         made = torch.empty_strided(shape, strides, dtype=getattr(torch, dtype), device=device)
         fields = {k: v for k, v in row.items() if k != "spec"}
-        return Wire(value=made, lies=(R, tuple(shape)), **fields)
+        return Wire(value=made, lies=Placed(R, tuple(shape)), **fields)
 
     lists = {k: tuple(map(wire, said[k])) for k in ("wires", "results")}
     sums = {name: _sum(row, name) for name, row in said["sums"].items()}

@@ -642,7 +642,7 @@ def check_wires(program: Planned, compiled: Planned) -> None:
             raise _unfit(
                 program,
                 f"{mine.name}, which stage {mine.source} sends to stage {mine.target}, lies as "
-                f"{mine.lies[0]} in it, and as {due.lies[0]} in the model's other stages",
+                f"{mine.lies} in it, and as {due.lies} in the model's other stages",
             )
 
 

@@ -25,7 +25,7 @@ from torch import fx
 from zerofx import schema
 from zerofx.compat.graphs import OpOverload, op_name
 from zerofx.ir.meta import Hole, Placed, info, set_info, tensors_of, value
-from zerofx.ir.placing import Operand, by_name, check_placed
+from zerofx.ir.placing import Operands, by_name, check_placed
 from zerofx.ir.program import ParamInfo, Planned, Stage
 from zerofx.layout.buckets import Layout
 from zerofx.layout.placements import Cut, P, Part, Placement, R
@@ -40,21 +40,28 @@ _SHAPE = schema.sequence(_COUNT, most=64)
 _LIES = schema.text(r"R|P|S\(\d{1,9}(, groups=\d{1,9})?\)")
 _EACH = schema.either(schema.sequence(_LIES), _LIES)
 _SHAPES = schema.either(_SHAPE, schema.sequence(schema.optional(_SHAPE)))
+_WHOLE = schema.row(schema.text(), schema.sequence(schema.anything), schema.anything)
+_GIVEN = {"gives": _EACH, "shape": _SHAPES, "is_same": schema.boolean}
+_OUTER = schema.record(
+    {"reads": schema.sequence(schema.row(_LIES, _SHAPES)), "whole": schema.optional(_WHOLE)}
+    | _GIVEN
+)
 _ROW = schema.record(
     {
         "call": schema.text(),
         "args": schema.anything,
         "reads": schema.sequence(schema.row(_LIES, _SHAPE, _SHAPE)),
-        "gives": _EACH,
-        "shape": _SHAPES,
-        "is_same": schema.boolean,
-        "whole": schema.row(schema.text(), schema.sequence(schema.anything), schema.anything),
+        "whole": _WHOLE,
     }
+    | _GIVEN,
+    outer=_OUTER,
 )
 _PLACEMENTS = schema.record(
     {
         "parts": schema.mapping(schema.text(), schema.row(_SHAPE, _LIES)),
-        "wires": schema.sequence(schema.row(_LIES, _SHAPE)),
+        "wires": schema.sequence(
+            schema.either(schema.row(_LIES, _SHAPE, _LIES, _SHAPE), schema.row(_LIES, _SHAPE))
+        ),
         "calls": schema.sequence(_ROW),
     }
 )
@@ -74,7 +81,7 @@ def render_placements(program: Planned) -> str:
     """Return the text of placements.json, one parameter, value sent or call per line."""
     rows: dict[str, None] = {}
 
-    def visit(node: fx.Node, operands: tuple[Operand, ...]) -> Placed | None:
+    def visit(node: fx.Node, operands: Operands) -> Placed | None:
         placed = info(node).placed
         is_call = placed is not None and placed.target is not None
         if placed is not None and is_call and not _is_plain(node, operands, placed):
@@ -84,7 +91,7 @@ def render_placements(program: Planned) -> str:
     check_placed(program, visit)
     cut = {p.owner: p.part for b in program.layout.buckets for p in b.params if p.part}
     parts = [f"{json.dumps(n)}: {json.dumps([p.shape, str(p.cut)])}" for n, p in cut.items()]
-    wires = [json.dumps([str(w.lies[0]), w.lies[1]]) for w in program.stage.wires]
+    wires = [json.dumps(_wired(w.lies)) for w in program.stage.wires]
     return (
         f'{{\n"parts": {{{_lines(parts)}}},\n"wires": [{_lines(wires)}],\n'
         f'"calls": [{_lines(list(rows))}]\n}}\n'
@@ -95,25 +102,50 @@ def _lines(rows: list[str]) -> str:
     return "\n " + ",\n ".join(rows) + "\n" if rows else ""
 
 
-def _is_plain(node: fx.Node, operands: tuple[Operand, ...], placed: Placed) -> bool:
-    """Return whether a call is on whole values, so that the text itself says all of it."""
-    gives = placed.gives if isinstance(placed.gives, tuple) else (placed.gives,)
-    if any(each != R for each in gives) or any(each.now != R for each in operands):
-        return False
-    return node.target is placed.target
+def _wired(lies: Placed) -> list[Any]:
+    outer = [] if lies.outer is None else _wired(lies.outer)
+    return [str(lies.gives), lies.shape, *outer]
 
 
-def _row(node: fx.Node, operands: tuple[Operand, ...], placed: Placed) -> dict[str, Any]:
+def _is_plain(node: fx.Node, operands: Operands, placed: Placed) -> bool:
+    """Return whether a call is on whole values, so that the text itself says all of it.
+
+    Of a conversion over the axis that was cut first, what it converts need not be whole over that.
+    """
+    note: Placed | None = placed
+    for each in operands:
+        if note is None or note.target is None:
+            return True
+        gives = note.gives if isinstance(note.gives, tuple) else (note.gives,)
+        if any(one != R for one in gives) or any(one.now != R for one in each):
+            return False
+        if node.target is not note.target:
+            return False
+        note = note.outer
+    return True
+
+
+def _row(node: fx.Node, operands: Operands, placed: Placed) -> dict[str, Any]:
+    row = _local(node, operands) | _noted(placed)
+    if "outer" in row:
+        row["outer"] |= _noted(placed.outer or Placed(R, placed.shape))
+    return row
+
+
+def _noted(placed: Placed) -> dict[str, Any]:
     is_tuple = isinstance(placed.gives, tuple)
-    return _local(node, operands) | {
+    whole = None
+    if placed.target is not None:
+        whole = [_name(placed.target), _written(placed.args), _written(placed.kwargs)]
+    return {
         "gives": list(map(str, placed.gives)) if is_tuple else str(placed.gives),
         "shape": placed.shape,
         "is_same": placed.is_same,
-        "whole": [_name(placed.target), _written(placed.args), _written(placed.kwargs)],
+        "whole": whole,
     }
 
 
-def _local(node: fx.Node, operands: tuple[Operand, ...]) -> dict[str, Any]:
+def _local(node: fx.Node, operands: Operands) -> dict[str, Any]:
     """Return a rank's call: its arguments by name, with a hole for each tensor that it reads."""
     tensors = tensors_of(node)
     holes = map(Hole, range(len(tensors)))
@@ -123,14 +155,18 @@ def _local(node: fx.Node, operands: tuple[Operand, ...]) -> dict[str, Any]:
 
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), hole)
     named = by_name(node.target, args, kwargs)
-    return {
+    read, *outer = operands
+    row = {
         "call": _name(node.target),
         "args": {name: _written(argument) for name, argument in sorted(named.items())},
         "reads": [
             [str(each.now), list(each.shape), list(value(tensor).stride())]
-            for each, tensor in zip(operands, tensors, strict=True)
+            for each, tensor in zip(read, tensors, strict=True)
         ],
     }
+    for each in outer:  # one at most
+        row["outer"] = {"reads": [[str(one.now), list(one.shape)] for one in each]}
+    return row
 
 
 def _name(target: Any) -> str:
@@ -168,17 +204,20 @@ class Placements:
 
     def __init__(self, said: Any, parallel: Parallel) -> None:
         schema.check(said, _PLACEMENTS)
-        ranks, is_given = _ranks(parallel), parallel.brings_slices
+        ranks, is_given = parallel.tensor, parallel.brings_slices
         self.parts: dict[str, Part] = {}
         for name, (shape, lies) in said["parts"].items():
             cut = _placement(lies)
             if not isinstance(cut, Cut) or cut.dim >= len(shape):
                 raise FormError(f"parts.{name} is {lies} of {shape}, which is no part of it")
             self.parts[name] = Part(tuple(shape), cut, ranks, is_given)
-        self.wires = [(_placement(lies), tuple(shape)) for lies, shape in said["wires"]]
+        self.wires = [_lies(row) for row in said["wires"]]
         self.calls: dict[str, Placed] = {}
         for number, row in enumerate(said["calls"]):
-            self.calls[_key(row)] = _placed(row, f"calls[{number}]")
+            placed = _placed(row, f"calls[{number}]")
+            if "outer" in row:
+                placed = replace(placed, outer=_placed(row["outer"], f"calls[{number}].outer"))
+            self.calls[_key(row)] = placed
 
     def of_params(self, params: Mapping[str, ParamInfo]) -> dict[str, ParamInfo]:
         """Return the parameters with their cuts."""
@@ -210,7 +249,7 @@ class Placements:
             ProgramError: a value does not lie as its reader needs it; shows the lines.
         """
 
-        def visit(node: fx.Node, operands: tuple[Operand, ...]) -> Placed | None:
+        def visit(node: fx.Node, operands: Operands) -> Placed | None:
             is_tensors = all(isinstance(value(t), torch.Tensor) for t in tensors_of(node))
             if not isinstance(node.target, OpOverload) or not is_tensors:
                 return None
@@ -238,7 +277,8 @@ def read_placements(files: Container[str], path: Path, parallel: Parallel) -> Pl
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    return json.dumps([row["call"], row["args"], row["reads"]], sort_keys=True)
+    outer = [row["outer"]["reads"]] if "outer" in row else []
+    return json.dumps([row["call"], row["args"], row["reads"], *outer], sort_keys=True)
 
 
 def _placement(text: str) -> Placement:
@@ -248,19 +288,29 @@ def _placement(text: str) -> Placement:
     return Cut(dim, *groups)
 
 
+def _lies(row: list[Any]) -> Placed:
+    lies, shape, *outer = row
+    return Placed(_placement(lies), tuple(shape), outer=_lies(outer) if outer else None)
+
+
 def _placed(row: Mapping[str, Any], where: str) -> Placed:
     gives, shape = row["gives"], row["shape"]
     is_tuple = isinstance(gives, list)
     if is_tuple and len(gives) != len(shape):
         raise FormError(f"{where} gives {len(gives)} values of {len(shape)} shapes")
-    target, args, kwargs = row["whole"]
-    return Placed(
+    placed = Placed(
         tuple(map(_placement, gives)) if is_tuple else _placement(gives),
         tuple(None if s is None else tuple(s) for s in shape) if is_tuple else tuple(shape),
-        _operator(target, where),
-        tuple(_read(each, where) for each in args),
-        _read(kwargs, where),
-        row["is_same"],
+        is_same=row["is_same"],
+    )
+    if row["whole"] is None:
+        return placed
+    target, args, kwargs = row["whole"]
+    return replace(
+        placed,
+        target=_operator(target, where),
+        args=tuple(_read(each, where) for each in args),
+        kwargs=_read(kwargs, where),
     )
 
 

@@ -54,6 +54,8 @@ class Placed:
         tensor of a tuple. is_same: the whole call keeps its argument's shape and strides.
     target, args, kwargs: the whole call, with a `Hole` for each tensor; None for a placeholder,
         and for a conversion.
+    outer: the same of the whole value, if that is a part itself: over two axes, values are cut over
+        the tensor axis, and their parts over the context axis.
     """
 
     gives: Any
@@ -62,6 +64,22 @@ class Placed:
     args: Any = None
     kwargs: Any = None
     is_same: bool = False
+    outer: Placed | None = None
+
+    @property
+    def captured(self) -> Placed:
+        """The note whose whole call is the captured one: that over the axis that was cut first."""
+        is_first = self.outer is None or self.outer.target is None
+        return self if is_first else self.outer.captured  # type: ignore[union-attr]
+
+    @property
+    def lies(self) -> Placed:
+        """The placements alone, without the calls."""
+        outer = None if self.outer is None else self.outer.lies
+        return Placed(self.gives, self.shape, outer=outer)
+
+    def __str__(self) -> str:
+        return str(self.gives) if self.outer is None else f"{self.gives} of {self.outer}"
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,20 @@ from torch import fx
 from zerofx.compat.graphs import schema_of
 from zerofx.ir.meta import Hole, OutputInfo, Placed, Role, filled, info, shape_of, tensors_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
-from zerofx.ir.spec import Kind, spec_of
+from zerofx.ir.spec import Kind, launch_of, launched, spec_of, spec_of_target
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.buckets import CONTEXT
-from zerofx.layout.placements import Cut, P, Placement, R, fits, local_shape, num_chunks
+from zerofx.layout.placements import (
+    Cut,
+    P,
+    Part,
+    Placement,
+    R,
+    fits,
+    local_shape,
+    num_chunks,
+)
 
 _aten = torch.ops.aten
 Results = Placement | tuple[Placement, ...]
@@ -789,6 +798,72 @@ def _bias_mask(call: WholeCall) -> tuple[bool, ...]:
     return ()
 
 
+# -- conversions over another axis ----------------------------------------------------------------
+@rule_for(
+    "zerofx.reduce_values.default", "zerofx.summand.default", "zerofx.joined_value.default",
+)  # fmt: skip
+def _summed_elsewhere(call: WholeCall) -> Iterator[Way]:
+    """Sum element by element: a part of a sum is the sum of the parts."""
+    yield Way((P,), P)
+    now = call.operand(0).now
+    if isinstance(now, Cut) and call.shape == call.operand(0).shape:
+        yield Way((now,), now)
+
+
+@rule_for("zerofx.reduce_joined.default")
+def _joined_elsewhere(call: WholeCall) -> Iterator[Way]:
+    yield Way((P,) * len(call.operands), P)
+
+
+_CUTS = ("zerofx.scatter_values.default", "zerofx.part.default")
+
+
+@rule_for(
+    "zerofx.gather_values.default", "zerofx.padded.default", "zerofx.scatter_values.default",
+    "zerofx.part.default", "zerofx.swap_values.default",
+)  # fmt: skip
+def _moved_elsewhere(call: WholeCall) -> Iterator[Way]:
+    """Put parts together along a dimension, or take parts along one, that another axis cuts or not.
+
+    What is put together of `ranks` parts has as many times the groups of a part; and what is cut
+    again has as many times fewer.
+    """
+    yield Way((P,), P)
+    now = call.operand(0).now
+    if not isinstance(now, Cut):
+        return
+    _, _, *ends, ranks = call.args
+    is_cut_alone = str(call.target) in _CUTS
+    joined, taken = ([], ends) if is_cut_alone else (ends[:2], ends[2:])
+    dim, groups = now.dim, now.groups
+    if joined and joined[0] == dim:
+        if groups % joined[1]:
+            return
+        groups *= ranks
+    if taken and taken[0] == dim:
+        if groups % (taken[1] * ranks):
+            return
+        groups //= ranks
+    yield Way((now,), Cut(dim, groups))
+
+
+@rule_for("zerofx.embedding_rows.default")
+def _looked_up_elsewhere(call: WholeCall) -> Iterator[Way]:
+    ids = call.operands[1]
+    for cut in dict.fromkeys([ids.now, *call.hints]):
+        if isinstance(cut, Cut) and cut.dim < ids.dim:
+            yield Way((R, cut), cut)
+
+
+@rule_for("zerofx.embedding_rows_backward.default")
+def _looked_up_elsewhere_backward(call: WholeCall) -> Iterator[Way]:
+    grad, ids = call.operands
+    yield Way((P, R), P)
+    for cut in {o.now: None for o in (grad, ids) if isinstance(o.now, Cut)}:
+        if cut.dim < ids.dim:
+            yield Way((cut, cut), P)
+
+
 # -- checking -------------------------------------------------------------------------------------
 def item(gives: Results, index: int) -> Placement:
     """Return the placement of one of several results."""
@@ -799,11 +874,13 @@ def is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
-Visit = Callable[[fx.Node, tuple[Operand, ...]], Placed | None]
+Operands = tuple[tuple[Operand, ...], ...]
+"""The tensors that a call reads, over each axis: the one that was cut last first."""
+Visit = Callable[[fx.Node, Operands], Placed | None]
 """Receives a call with the tensors that it reads; returns how the result is placed, if known."""
 
 
-def _noted(node: fx.Node, operands: tuple[Operand, ...]) -> Placed | None:
+def _noted(node: fx.Node, operands: Operands) -> Placed | None:
     """Return what a node's own note says."""
     return info(node).placed
 
@@ -816,7 +893,7 @@ def check_placed(program: Planned, visit: Visit = _noted) -> None:
     Raises:
         ProgramError: names the value, its placement, and the placement that was needed.
     """
-    if Fact.PLACED not in program.facts or program.plan.parallel.value_ranks == 1:
+    if Fact.PLACED not in program.facts or not program.plan.parallel.value_axes:
         return
     saved: list[Any] = []
     for name in (JOINT, FORWARD, BACKWARD):
@@ -824,13 +901,60 @@ def check_placed(program: Planned, visit: Visit = _noted) -> None:
             saved = _Typing(program, name, saved, visit).run()
 
 
-class _Typing:
-    """The check of one graph. lies: node -> placement, one per tensor of a tuple, or None.
+@dataclass(frozen=True)
+class _Call:
+    """A call as each rank of an axis makes it: a node, or the whole call that it is a part of."""
 
-    shapes: node -> whole shape, or one per tensor. saved: the placements of the values saved by
-        forward, with their shapes and the bucket of a gathered copy. bucket: the bucket of such a
-        copy in backward. due: the placement of the gradient of a whole parameter; the reduction of
-        a bucket sums it over the context axis.
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Over:
+    """The placements of a graph's values over one axis.
+
+    lies: node -> placement, one per tensor of a tuple. shapes: node -> whole shape, or one per
+        tensor. inner: the axis over which the parts of these values are cut further, if there is
+        one. due: the placement of the gradient of a whole parameter; the reduction of a bucket sums
+        it over the context axis.
+    """
+
+    def __init__(self, axis: str, ranks: int, zigzag: bool, inner: _Over | None) -> None:
+        self.axis, self.ranks, self.zigzag, self.inner = axis, ranks, zigzag, inner
+        self.due: Placement = P if axis == CONTEXT else R
+        self.lies: dict[fx.Node, Any] = {}
+        self.shapes: dict[fx.Node, Any] = {}
+
+    def local(self, node: fx.Node) -> Any:
+        """Return the shape of what each rank of the axis has of a value."""
+        return shape_of(value(node)) if self.inner is None else self.inner.shapes[node]
+
+    def note(self, node: fx.Node, lies: Any, shape: Any) -> None:
+        self.lies[node], self.shapes[node] = lies, shape
+
+    def note_same(self, node: fx.Node, source: fx.Node) -> None:
+        self.note(node, self.lies[source], self.shapes[source])
+
+    def note_whole(self, node: fx.Node) -> None:
+        shape = self.local(node)
+        is_one = isinstance(value(node), torch.Tensor) or not isinstance(value(node), (list, tuple))
+        self.note(node, R if is_one else (R,) * len(shape), shape)
+
+    def operands(self, tensors: Sequence[fx.Node]) -> tuple[Operand, ...]:
+        return tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors)
+
+    def own_part(self, part: Part | None) -> Part | None:
+        """Return the part of a parameter: only over the tensor axis is one cut."""
+        return None if self.axis == CONTEXT else part
+
+
+class _Typing:
+    """The check of one graph.
+
+    axes: those over which values are cut, the last one first: what is whole over the context axis
+        may be a part over the tensor axis.
+    saved: of each value saved by forward, its placement and shape over each axis, and the bucket of
+        a gathered copy. bucket: the bucket of such a copy in backward.
     """
 
     def __init__(
@@ -838,12 +962,11 @@ class _Typing:
     ) -> None:
         self.program, self.name, self.saved, self.visit = program, name, saved, visit
         parallel = program.plan.parallel
-        self.ranks, self.axis = parallel.value_ranks, parallel.value_axis
-        self.zigzag = parallel.is_zigzag
-        self.due: Placement = P if self.axis == CONTEXT else R
+        self.axes: list[_Over] = []
+        for axis, ranks in reversed(parallel.value_axes.items()):
+            zigzag = axis == CONTEXT and parallel.is_zigzag
+            self.axes.append(_Over(axis, ranks, zigzag, self.axes[-1] if self.axes else None))
         self.position = program.stage.position
-        self.lies: dict[fx.Node, Any] = {}
-        self.shapes: dict[fx.Node, Any] = {}
         self.bucket: dict[fx.Node, int] = {}
         self.at = {(b.index, p.offset): p for b in program.layout.buckets for p in b.params}
 
@@ -853,45 +976,106 @@ class _Typing:
             if node.op == "output":
                 kept = self._results(node)
             elif node.op == "placeholder":
-                self._note(node, *self._given(node))
+                for number, over in enumerate(self.axes):
+                    over.note(node, *self._given(number, over, node))
             elif node.op == "get_attr":
-                self._note(node, R, shape_of(value(node)))
+                for over in self.axes:
+                    over.note(node, R, over.local(node))
             elif is_item(node):
-                source, index = node.args
-                shape = self.shapes[source]  # type: ignore[index]
-                lies = self.lies[source]  # type: ignore[index]
-                self._note(
-                    node, item(lies, index), shape[index] if shape else shape_of(value(node))
-                )  # type: ignore[arg-type,index]
-            elif (spec := spec_of(node)) is not None and spec.lies is not None:
-                self._conversion(node, spec)
-            elif (placed := self.visit(node, self._operands(node))) is None and spec is not None:
-                self._op(node, spec)
+                self._item(node)
             else:
-                self._call(node, placed)
+                self._node(node)
         return kept
-
-    def _operands(self, node: fx.Node) -> tuple[Operand, ...]:
-        return tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors_of(node))
-
-    def _note(self, node: fx.Node, lies: Any, shape: Any) -> None:
-        self.lies[node], self.shapes[node] = lies, shape
 
     def _fail(self, node: fx.Node, message: str) -> None:
         raise fault(self.program, self.name, node, message)
 
-    def _given(self, node: fx.Node) -> tuple[Any, Any]:
+    def _given(self, number: int, over: _Over, node: fx.Node) -> tuple[Any, Any]:
+        """Return the placement over the axis with this number, and the whole shape, of an input."""
         where = info(node)
         if where.role is Role.PARAM:
-            part = self.program.params[where.name].part
-            return (part.cut, part.shape) if part else (R, shape_of(value(node)))
+            part = over.own_part(self.program.params[where.name].part)
+            return (part.cut, part.shape) if part else (R, over.local(node))
         if where.role is Role.SAVED and 0 <= where.index < len(self.saved):
-            lies, shape, self.bucket[node] = self.saved[where.index]
-            return lies, shape
+            each, self.bucket[node] = self.saved[where.index]
+            return each[number]  # type: ignore[no-any-return]
         for wire in self.program.stage.wires:
             if (wire.target, wire.digest, wire.leaf) == (self.position, where.digest, where.index):
-                return wire.lies
-        return R, shape_of(value(node))
+                return self._wired(number, over, node, wire.lies)
+        return R, over.local(node)
+
+    def _wired(self, number: int, over: _Over, node: fx.Node, lies: Placed) -> tuple[Any, Any]:
+        placed: Placed | None = lies
+        for _ in range(number):
+            placed = None if placed is None else placed.outer
+        return (R, over.local(node)) if placed is None else (placed.gives, placed.shape)
+
+    def _item(self, node: fx.Node) -> None:
+        source: Any
+        index: Any
+        source, index = node.args
+        for over in self.axes:
+            shape = over.shapes[source]
+            over.note(
+                node, item(over.lies[source], index), shape[index] if shape else over.local(node)
+            )
+
+    def _node(self, node: fx.Node) -> None:
+        """Follow a call over one axis after the other.
+
+        A conversion is a call like others over the axes that were cut after its own; what it gives
+        lies over those cut before as its argument does.
+        """
+        tensors, spec = tensors_of(node), spec_of(node)
+        axis = self._axis_of(node) if spec is not None and spec.lies is not None else ""
+        placed = None
+        if axis != self.axes[0].axis:
+            operands = tuple(over.operands(tensors) for over in self.axes)
+            placed = self.visit(node, operands)
+        if placed is None and spec is not None and not axis:
+            self._op(node, spec)
+            return
+        call = _Call(node.target, node.args, node.kwargs)
+        is_converted = False
+        for over in self.axes:
+            if is_converted:
+                self._unmoved(over, node, tensors)
+            elif over.axis == axis:
+                self._conversion(over, node, call)
+                is_converted = True
+            else:
+                self._call(over, node, call, placed)
+                if placed is not None and placed.target is not None:
+                    args = filled(placed.args, tensors), filled(placed.kwargs, tensors)
+                    call, placed = _Call(placed.target, *args), placed.outer
+
+    def _axis_of(self, node: fx.Node) -> str:
+        """Return the axis of a conversion: of one of several joined values, that of their sum."""
+        sums: Any = node
+        while isinstance(sums, fx.Node) and not isinstance(sums.args[1], str):
+            sums = sums.args[0]
+            if isinstance(sums, fx.Node) and launched(sums) is not None:
+                sums = launch_of(sums)
+            if not isinstance(sums, fx.Node) or len(sums.args) < 2:
+                self._fail(node, f"{node.name} takes a value of {name_of(node)}, which has none")
+        axis = str(sums.args[1])
+        if axis not in [over.axis for over in self.axes]:
+            named = " and ".join(over.axis for over in reversed(self.axes))
+            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {named}")
+        return axis
+
+    def _unmoved(self, over: _Over, node: fx.Node, tensors: Sequence[fx.Node]) -> None:
+        """Follow a conversion over an axis whose parts it converts: they stay what they are."""
+        if len(tensors) == 1 and over.local(node) == over.local(tensors[0]):
+            over.note_same(node, tensors[0])
+        elif all(over.lies[t] == R for t in tensors):
+            over.note_whole(node)
+        else:
+            self._fail(
+                node,
+                f"{node.name} joins {name_of(tensors[0])}, which lies as {over.lies[tensors[0]]} "
+                f"over {over.ranks} ranks of the {over.axis} axis",
+            )
 
     def _op(self, node: fx.Node, spec: Any) -> None:
         """Record the placement of the result of a zerofx op that changes no value."""
@@ -900,18 +1084,19 @@ class _Typing:
             offset: Any
             full, offset, _ = node.args
             piece = self.at.get((self.bucket.get(full, info(full).index), offset))
-            part = piece.part if piece is not None else None
-            self._note(node, part.cut if part else R, part.shape if part else shape_of(value(node)))
+            for over in self.axes:
+                part = over.own_part(piece.part) if piece is not None else None
+                over.note(node, part.cut if part else R, part.shape if part else over.local(node))
             return
         if spec.kind is Kind.PACK:
             self._packed(node)
         tensors = node.all_input_nodes
         follows = spec.is_value or spec.kind is Kind.WAIT
-        source = tensors[0] if tensors and follows else None
-        if source is not None:
-            self._note(node, self.lies[source], self.shapes[source])
-        else:
-            self._note(node, R, shape_of(value(node)))
+        for over in self.axes:
+            if tensors and follows:
+                over.note_same(node, tensors[0])
+            else:
+                over.note(node, R, over.local(node))
 
     def _packed(self, node: fx.Node) -> None:
         grads: Any
@@ -919,80 +1104,84 @@ class _Typing:
         _, grads, offsets = node.args
         for grad, offset in zip(grads, offsets, strict=True):
             piece = self.at[info(node).index, offset]
-            due = piece.part.cut if piece.part else self.due
-            if self.lies[grad] != due:
-                self._fail(
-                    node,
-                    f"the gradient of {piece.name} lies as {self.lies[grad]} ({name_of(grad)}); "
-                    f"it must lie as {due}.",
-                )
+            for over in self.axes:
+                part = over.own_part(piece.part)
+                due = part.cut if part else over.due
+                if over.lies[grad] != due:
+                    self._fail(
+                        node,
+                        f"the gradient of {piece.name} lies as {over.lies[grad]} "
+                        f"({name_of(grad)}) over the {over.axis} axis; it must lie as {due}",
+                    )
 
-    def _conversion(self, node: fx.Node, spec: Any) -> None:
-        first = node.args[0]
+    def _conversion(self, over: _Over, node: fx.Node, call: _Call) -> None:
+        spec = spec_of_target(call.target)
+        if spec is None or spec.lies is None:
+            self._fail(node, f"{node.name} is said to be a part of {call.target}")
+        first, axis, *_ = call.args
         is_list = isinstance(first, (list, tuple))
-        source = node.all_input_nodes[0]
-        axis = node.args[1]
-        if isinstance(axis, str) and axis != self.axis:
-            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {self.axis}.")
-        given = list(first) if is_list else [source]  # type: ignore[arg-type]
-        now, shape = [self.lies[x] for x in given], [self.shapes[x] for x in given]
+        given: list[Any] = list(first) if is_list else [first]
+        now, shape = [over.lies[x] for x in given], [over.shapes[x] for x in given]
         if not is_list:
             now, shape = now[0], shape[0]
-        found = spec.lies(now, shape, node.args[2:], self.ranks)
+        found = spec.lies(now, shape, call.args[2:], over.ranks)  # type: ignore[union-attr, misc]
         if not isinstance(found, Placement):
             self._fail(
                 node,
-                f"{node.name} is given {name_of(source)}, which lies as {self.lies[source]} over "
-                f"{self.ranks} ranks; {found}.",
+                f"{node.name} is given {name_of(given[0])}, which lies as {over.lies[given[0]]} "
+                f"over {over.ranks} ranks; {found}",
             )
         if isinstance(shape, list) and not is_list:  # one of several
-            shape = shape[axis]  # type: ignore[index]
-        chunks = num_chunks(self.ranks, self.zigzag)
+            shape = shape[axis]
+        chunks = num_chunks(over.ranks, over.zigzag)
         if isinstance(found, Cut) and not fits(shape, found, chunks):
-            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks.")
-        self._note(node, found, shape)
+            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks")
+        over.note(node, found, shape)
 
-    def _call(self, node: fx.Node, placed: Placed | None) -> None:
+    def _call(self, over: _Over, node: fx.Node, call: _Call, placed: Placed | None) -> None:
         tensors = tensors_of(node)
         if placed is None or placed.target is None:
-            self._plain(node, tensors)
+            self._plain(over, node, call, tensors)
             return
-        if info(node).is_random and any(self.lies[t] != R for t in tensors):
-            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers.")
-        call = self._whole(node, placed, self._operands(node))
-        now = tuple(o.now for o in call.operands)
-        for way in ways(call):
+        if info(node).is_random and any(over.lies[t] != R for t in tensors):
+            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
+        whole = self._whole(over, node, placed)
+        now = tuple(o.now for o in whole.operands)
+        for way in ways(whole):
             if (
                 way.needs == now
                 and way.gives == placed.gives
-                and _is_local(way, call, node, tensors)
+                and _is_local(way, whole, call, tensors)
             ):
                 break
         else:
-            told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
+            told = ", ".join(f"{name_of(t)} {over.lies[t]}" for t in tensors)
             self._fail(
                 node,
-                f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'}: "
-                "no rule has this way.",
+                f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'} "
+                f"over the {over.axis} axis: no rule has this way",
             )
-        if placed.is_same and placed.target in SAME_VALUES and not _is_identity(call):
-            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form.")
-        self._note(node, placed.gives, placed.shape)
-        self._check_shape(node, placed)
+        if placed.is_same and placed.target in SAME_VALUES and not _is_identity(whole):
+            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form")
+        over.note(node, placed.gives, placed.shape)
+        self._check_shape(over, node, placed)
 
-    def _plain(self, node: fx.Node, tensors: list[fx.Node]) -> None:
+    def _plain(self, over: _Over, node: fx.Node, call: _Call, tensors: Sequence[fx.Node]) -> None:
         """Check a call that a later pass added: it reads whole values, or copies one as it is."""
-        if all(self.lies[t] == R for t in tensors):
-            val = value(node)
-            is_one = isinstance(val, torch.Tensor)
-            self._note(node, R if is_one else (R,) * len(val), shape_of(value(node)))
-        elif node.target in SAME_VALUES and len(tensors) == 1 and _is_copy(node, tensors[0]):
-            self._note(node, self.lies[tensors[0]], self.shapes[tensors[0]])
+        if all(over.lies[t] == R for t in tensors):
+            over.note_whole(node)
+        elif (
+            call.target in SAME_VALUES
+            and len(tensors) == 1
+            and over.local(node) == over.local(tensors[0])
+        ):
+            over.note_same(node, tensors[0])
         else:
-            told = ", ".join(f"{name_of(t)} {self.lies[t]}" for t in tensors)
-            self._fail(node, f"{node.name} reads {told}, and nothing says how.")
+            told = ", ".join(f"{name_of(t)} {over.lies[t]}" for t in tensors)
+            self._fail(node, f"{node.name} reads {told}, and nothing says how")
 
-    def _whole(self, node: fx.Node, placed: Placed, operands: tuple[Operand, ...]) -> WholeCall:
+    def _whole(self, over: _Over, node: fx.Node, placed: Placed) -> WholeCall:
+        operands = over.operands(tensors_of(node))
         if (due := _num_holes((placed.args, placed.kwargs))) != len(operands):
             self._fail(node, f"{node.name} reads {len(operands)} values, and its whole call {due}.")
         if placed.shape and isinstance(placed.shape[0], (tuple, type(None))):
@@ -1001,60 +1190,63 @@ class _Typing:
             result = SimpleNamespace(shape=placed.shape)
         hints = (placed.gives,) if _is_cut(placed.gives) else ()
         return WholeCall(
-            placed.target, placed.args, placed.kwargs, operands, result, self.ranks, hints,
-            self.axis, self.zigzag,
+            placed.target, placed.args, placed.kwargs, operands, result, over.ranks, hints,
+            over.axis, over.zigzag,
         )  # fmt: skip
 
-    def _check_shape(self, node: fx.Node, placed: Placed) -> None:
-        val = value(node)
-        if isinstance(val, torch.Tensor):
-            whole = [(val, placed.shape, placed.gives)]
+    def _check_shape(self, over: _Over, node: fx.Node, placed: Placed) -> None:
+        local = over.local(node)
+        if isinstance(value(node), torch.Tensor):
+            whole = [(local, placed.shape, placed.gives)]
         else:
             whole = [
                 (v, s, item(placed.gives, i))
-                for i, (v, s) in enumerate(zip(val, placed.shape, strict=True))
+                for i, (v, s) in enumerate(zip(local, placed.shape, strict=True))
             ]
         for made, shape, gives in whole:
-            if isinstance(made, torch.Tensor) and list(made.shape) != local_shape(
-                shape, gives, self.ranks
-            ):
+            if made is not None and list(made) != local_shape(shape, gives, over.ranks):
                 self._fail(
                     node,
-                    f"{node.name} has shape {list(made.shape)}; the part of {list(shape)} that "
-                    f"lies as {gives} has {local_shape(shape, gives, self.ranks)}.",
+                    f"{node.name} has shape {list(made)}; the part of {list(shape)} that "
+                    f"lies as {gives} has {local_shape(shape, gives, over.ranks)}",
                 )
 
     def _results(self, node: fx.Node) -> list[Any]:
         kept: list[Any] = []
         specs = self.program.outputs[self.name]
         for spec, result in zip(specs, self.program.results(self.name), strict=True):
+            is_value = isinstance(result, fx.Node)
             if spec.role is Role.SAVED:
-                if isinstance(result, fx.Node):
-                    kept.append((self.lies[result], self.shapes[result], info(result).index))
-                else:
-                    kept.append((R, (), -1))
+                each = [
+                    (over.lies[result], over.shapes[result]) if is_value else (R, ())
+                    for over in self.axes
+                ]
+                kept.append((each, info(result).index if is_value else -1))
                 continue
-            if not isinstance(result, fx.Node) or spec.role is Role.SHARD_GRAD:
+            if not is_value or spec.role is Role.SHARD_GRAD:
                 continue
-            due = self._sent_as(spec)
-            if spec.role is Role.GRAD:
-                part = self.program.params[spec.name].part
-                due = part.cut if part else self.due
-            if self.lies[result] != due:
-                self._fail(
-                    node,
-                    f"{spec.role.value} {spec.name} lies as {self.lies[result]}; it must lie as "
-                    f"{due}.",
-                )
+            for number, over in enumerate(self.axes):
+                due, _ = self._sent_as(number, over, spec, result)
+                if spec.role is Role.GRAD:
+                    part = over.own_part(self.program.params[spec.name].part)
+                    due = part.cut if part else over.due
+                if over.lies[result] != due:
+                    self._fail(
+                        node,
+                        f"{spec.role.value} {spec.name} lies as {over.lies[result]} over the "
+                        f"{over.axis} axis; it must lie as {due}",
+                    )
         return kept
 
-    def _sent_as(self, spec: OutputInfo) -> Any:
+    def _sent_as(
+        self, number: int, over: _Over, spec: OutputInfo, result: fx.Node
+    ) -> tuple[Any, Any]:
         """Return the required placement of a result: that of its receiver, otherwise whole."""
         graph = {Role.OUTPUT: FORWARD, Role.INPUT_GRAD: BACKWARD}.get(spec.role)
         for wire in self.program.stage.wires:
             if (wire.graph, wire.source, wire.output) == (graph, self.position, spec.index):
-                return wire.lies[0]
-        return R
+                return self._wired(number, over, result, wire.lies)
+        return R, ()
 
 
 def _num_holes(argument: Any) -> int:
@@ -1069,16 +1261,16 @@ def _is_cut(gives: Any) -> bool:
     return isinstance(gives, Placement) and hasattr(gives, "dim")
 
 
-def _is_local(way: Way, call: WholeCall, node: fx.Node, tensors: list[fx.Node]) -> bool:
-    """Return whether a node is the call that a way prescribes for one rank."""
-    spec = spec_of(node)
-    name = spec.name if spec is not None and node.target is not call.target else ""
-    if name != way.op or (not name and node.target is not call.target):
+def _is_local(way: Way, whole: WholeCall, call: _Call, tensors: Sequence[fx.Node]) -> bool:
+    """Return whether a call is the one that a way prescribes for one rank."""
+    spec = spec_of_target(call.target)
+    name = spec.name if spec is not None and call.target is not whole.target else ""
+    if name != way.op or (not name and call.target is not whole.target):
         return False
-    args = way.args if way.args is not None else call.args
-    local = _plain_list(filled(args, tensors)), _plain_list(filled(call.kwargs, tensors))
-    mine = _plain_list(node.args), _plain_list(node.kwargs)
-    return local == mine or by_name(node.target, *local) == by_name(node.target, *mine)
+    args = way.args if way.args is not None else whole.args
+    local = _plain_list(filled(args, tensors)), _plain_list(filled(whole.kwargs, tensors))
+    mine = _plain_list(call.args), _plain_list(call.kwargs)
+    return local == mine or by_name(call.target, *local) == by_name(call.target, *mine)
 
 
 def by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -1121,7 +1313,3 @@ def _is_identity(call: WholeCall) -> bool:
         return True
     dims = [d for d in (_dim(d, x.dim) for d in call.args[1]) if x.shape[d] != 1]
     return dims == sorted(dims)
-
-
-def _is_copy(node: fx.Node, source: fx.Node) -> bool:
-    return list(value(node).shape) == list(value(source).shape)

@@ -17,7 +17,7 @@ from torch import fx
 
 from zerofx.compat.graphs import LazyGraphModule, TreeSpec
 from zerofx.hardware import Hardware, default_hardware
-from zerofx.ir.meta import OutputInfo, Role, info
+from zerofx.ir.meta import OutputInfo, Placed, Role, info
 from zerofx.ir.sizes import Sizes
 from zerofx.layout.buckets import Layout, Mesh
 from zerofx.layout.placements import Part, R
@@ -219,7 +219,8 @@ class Wire:
     source, target: positions of the stages. graph: the graph of a stage in which it is sent and
         received. output, leaf: its position among the source graph's results and the target
         graph's inputs. value: a fake of it. digest: of its expression, which `verify` compares on
-        both sides. lies: its placement over the tensor axis, with the whole shape.
+        both sides. lies: its placements, and the shapes of what it is a
+        part of.
     """
 
     name: str
@@ -230,7 +231,7 @@ class Wire:
     leaf: int
     value: torch.Tensor = field(compare=False, repr=False)
     digest: str
-    lies: tuple[Any, Any] = (R, ())
+    lies: Placed = field(default_factory=lambda: Placed(R, ()))
 
 
 Sum: TypeAlias = "tuple[Sum, Sum] | tuple[int, str]"

@@ -357,7 +357,12 @@ def _asks_engine(spec: OpSpec) -> bool:
 
 def spec_of(node: fx.Node) -> OpSpec | None:
     """Return the spec of the op that a node calls, or None for compute and everything else."""
-    return _SPECS.get(node.target)  # type: ignore[call-overload]
+    return spec_of_target(node.target)
+
+
+def spec_of_target(target: Any) -> OpSpec | None:
+    """Return the spec of an op that graphs call, or None if it is none of zerofx."""
+    return _SPECS.get(target)
 
 
 def target_of(spec: OpSpec) -> OpOverload:

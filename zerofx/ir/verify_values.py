@@ -134,7 +134,8 @@ class Numbering:
             return digest(f"item {source} {args(node)[1]}")
         placed = info(node).placed
         if placed is not None and placed.target is not None:
-            if placed.is_same and placed.target in SAME_VALUES:
+            captured = placed.captured
+            if captured.is_same and captured.target in SAME_VALUES:
                 return self.of[args(node)[0]]
             return self.whole_call(node)
         if node.target in SAME_VALUES and _form(value(node)) == _form(value(args(node)[0])):
@@ -146,7 +147,7 @@ class Numbering:
         placed = info(node).placed
         if placed is None:
             return self._called(node, node)
-        tensors = tensors_of(node)
+        placed, tensors = placed.captured, tensors_of(node)
         whole = _Erased(placed.target, filled(placed.args, tensors), filled(placed.kwargs, tensors))
         return self._called(node, whole)
 

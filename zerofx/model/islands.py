@@ -325,13 +325,13 @@ def say(own: Namespace, island: Island) -> None:
             f"would read whole parameters in place of the slices along {own.world.slices}. Correct "
             "what prevents its capture."
         )
-    if parallel.value_ranks > 1:
+    if axes := parallel.value_axes:
+        named = " and ".join(f"Plan.parallel.{axis}" for axis in axes)
         raise CaptureError(
             f"{island.entry.describe(own.model)} cannot be captured "
             f"({island.reason.removeprefix('capture: ').rstrip('.')}), and code that runs eagerly "
-            f"cannot be cut over Plan.parallel.{parallel.value_axis} = {parallel.value_ranks} "
-            f"ranks. Correct what prevents its capture, or set "
-            f"Plan.parallel.{parallel.value_axis} = 1."
+            f"cannot be cut over {named} = {parallel.value_ranks} ranks. Correct "
+            f"what prevents its capture, or set {named} = 1."
         )
     if own.world.rank != 0:
         return

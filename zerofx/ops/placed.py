@@ -250,6 +250,8 @@ def _lies_gathered(now: Any, shape: Any, more: Any, ranks: int) -> Any:
 def _lies_swapped(now: Any, shape: Any, more: Any, ranks: int) -> Any:
     dim, groups, *to = more
     cut = Cut(dim, groups)
+    if dim == to[0]:
+        return f"it swaps dimension {dim} for itself"
     return _lies_cut(shape, to, ranks) if now == cut else f"it swaps placement {cut}"
 
 

@@ -634,10 +634,17 @@ class Cutting:
                     first = num_outputs if graph == FORWARD else num_leaves + ahead[at]
                     output = own.setdefault(source, first + len(own))
                     made = str(self.numbering.of[source])
-                    placed = info(source).placed
-                    lies = (placed.gives, placed.shape) if placed else (R, shape_of(value(source)))
+                    placed = info(source).placed or Placed(R, shape_of(value(source)))
                     wire = Wire(
-                        source.name, at, target, graph, output, leaf, value(source), made, lies
+                        source.name,
+                        at,
+                        target,
+                        graph,
+                        output,
+                        leaf,
+                        value(source),
+                        made,
+                        placed.lies,
                     )
                     wires.append(wire)
                     if target == position:
@@ -738,8 +745,15 @@ def _sum(graph: fx.Graph, summands: list[fx.Node]) -> fx.Node | None:
     for node in others:
         placed = info(total).placed
         total = call(graph, _aten.add.Tensor, (total, node), like=total)
-        if placed is not None:
-            holes = (Hole(0), Hole(1))
-            placed = Placed(placed.gives, placed.shape, _aten.add.Tensor, holes, {})
-        set_info(total, phase=Phase.BACKWARD, placed=placed)
+        set_info(total, phase=Phase.BACKWARD, placed=_as_sum(placed))
     return total
+
+
+def _as_sum(placed: Placed | None) -> Placed | None:
+    """Return the note of a sum of two values that lie so."""
+    if placed is None:
+        return None
+    holes = (Hole(0), Hole(1))
+    return Placed(
+        placed.gives, placed.shape, _aten.add.Tensor, holes, {}, outer=_as_sum(placed.outer)
+    )

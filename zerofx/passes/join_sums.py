@@ -7,6 +7,7 @@ are merged into one collective. Every sum is launched as soon as its summands ar
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import fx
 
 from zerofx import ops
 from zerofx.ir.graphs import after_pause, call, root_producer
-from zerofx.ir.meta import Placed, Role, info, nbytes, set_info, value
+from zerofx.ir.meta import Hole, Placed, Role, info, nbytes, set_info, value
 from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, is_exchange, kind_of
 from zerofx.layout.placements import R
@@ -47,7 +48,9 @@ class JoinSums(Pass):
                 continue
             is_small = nbytes(value(node)) < self.below_bytes
             bucket = program.layout.where[spec.name][0].index
-            groups[(bucket, value(node).dtype) if is_small else node].append(node)
+            placed = info(node.all_input_nodes[0]).placed
+            lies = None if placed is None else placed.gives
+            groups[(bucket, value(node).dtype, lies) if is_small else node].append(node)
         where = spans(graph)
         number = 1 + max((info(n).index for n in graph.nodes if is_exchange(n)), default=-1)
         for waits in groups.values():
@@ -78,13 +81,14 @@ def _launch(graph: fx.Graph, waits: list[fx.Node], where: dict[int, Span], numbe
         with graph.inserting_before(launch):
             joined = call(graph, ops.reduce_joined, (summands, launch.args[1]), like=launch)
             whole = call(graph, ops.wait, (joined,), like=done)
-            set_info(joined, placed=Placed(R, tuple(shapes)), index=number)
+            note = info(launch).placed
+            set_info(joined, placed=_as_joined(note, shapes, launch.args[1]), index=number)
             set_info(whole, index=number)
             offset = 0
             for i, wait in enumerate(waits):
                 args = (whole, i, offset, list(shapes[i]))
                 at = call(graph, ops.joined_value, args, like=wait)
-                set_info(at, placed=Placed(R, shapes[i]))
+                set_info(at, placed=_as_one(note, args[1:]))
                 wait.replace_all_uses_with(at)
                 offset += value(wait).numel()
         for node in (*waits, *launches):
@@ -99,6 +103,24 @@ def _launch(graph: fx.Graph, waits: list[fx.Node], where: dict[int, Span], numbe
     if (region := info(following).region) is not None:
         for node in reversed(moved[1:]):
             where[region].last.append(node)
+
+
+def _as_joined(note: Placed | None, shapes: list[Any], axis: Any) -> Placed:
+    """Return the note of several sums in one message; what one of them alone notes is given."""
+    joined = Placed(R, tuple(shapes))
+    if note is None or note.outer is None:
+        return joined
+    numel = sum(map(math.prod, shapes))  # over the context axis all of it is a summand
+    args = [Hole(i) for i in range(len(shapes))], axis
+    return Placed(note.gives, (numel,), ops.reduce_joined, args, {}, outer=joined)
+
+
+def _as_one(note: Placed | None, args: tuple[Any, ...]) -> Placed:
+    """Return the note of one of these sums."""
+    one = Placed(R, tuple(args[-1]))
+    if note is None or note.outer is None:
+        return one
+    return Placed(note.gives, one.shape, ops.joined_value, (Hole(0), *args), {}, outer=one)
 
 
 def _end(summand: fx.Node, where: dict[int, Span]) -> fx.Node:

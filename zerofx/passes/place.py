@@ -52,6 +52,7 @@ from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.buckets import CONTEXT, Layout
 from zerofx.layout.placements import Cut, P, Part, Placement, R, fits, num_chunks
 from zerofx.layout.styles import cut_of, part_of
+from zerofx.ops.placed import CONVERSIONS
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.plan.fields import Patterns
 from zerofx.plan.parts import Parallel
@@ -171,7 +172,7 @@ class OpenLosses(Pass):
     parallel: Parallel
 
     def run(self, program: Planned) -> Report:
-        if self.parallel.value_ranks == 1:
+        if not self.parallel.value_axes:
             return Report(False, "one rank")
         parts = {p.name: p.part for p in with_parts(program.params.values(), self.parallel)}
         parts |= {a: parts[p.name] for p in program.params.values() for a in p.aliases}
@@ -180,11 +181,11 @@ class OpenLosses(Pass):
             for node in list(gm.graph.nodes):
                 if node.target is not _aten.nll_loss_forward.default or not _is_plain(node):
                     continue
-                if self.parallel.context > 1:
-                    _open_loss(gm.graph, node)
-                    opened += 1
-                elif (loss := _loss_of_classes(node, parts)) is not None:
+                if (loss := _loss_of_classes(node, parts)) is not None:
                     _open_classes(gm.graph, loss, self.parallel.tensor)
+                    opened += 1
+                elif self.parallel.context > 1:
+                    _open_loss(gm.graph, node)
                     opened += 1
         return Report(opened > 0, f"{opened} losses taken apart")
 
@@ -380,17 +381,28 @@ class Place(Pass):
     parallel: Parallel
 
     def run(self, program: Planned) -> Report:
-        ranks = self.parallel.value_ranks
-        if ranks == 1:
+        axes = self.parallel.value_axes
+        if not axes:
             return Report(False, "one rank")
         cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
         if self.parallel.tensor > 1:
             _warn_of_whole(program, cut)
         program.params = cut  # the given program keeps the old dictionary
         sent: Counter[str] = Counter()
+        for axis in axes:  # the parts of values over one are cut over the next
+            sent += self._cut(program, axis)
+        told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
+        number = sum(p.part is not None for p in cut.values())
+        what = {"tensor": f"{number} parameters", CONTEXT: "sequences"}
+        named = ", ".join(f"{what[axis]} cut over {ranks} ranks" for axis, ranks in axes.items())
+        return Report(True, f"{named}; {told}")
+
+    def _cut(self, program: Planned, axis: str) -> Counter[str]:
+        """Cut all values over one axis; return the conversions that communicate, by name."""
+        sent: Counter[str] = Counter()
         whole: Counter[str] = Counter()
         for name in list(program.graphs):
-            walk = Placing(program, name, self.parallel)
+            walk = Placing(program, name, self.parallel, axis)
             program.graphs[name] = LazyGraphModule(program.graphs[name], walk.run())
             walk.warn()
             sent += walk.sent
@@ -405,13 +417,10 @@ class Place(Pass):
             named = [f"{what}, {n} times" if n > 1 else what for what, n in whole.most_common()]
             log.warning(
                 "%s: no rule says how ranks compute parts of %s. The inputs are gathered, and each "
-                "of %d ranks computes all of it.",
-                program.model_name, few(named), ranks,
+                "of %d ranks computes all of it",
+                program.model_name, few(named), self.parallel.value_axes[axis],
             )  # fmt: skip
-        told = ", ".join(f"{n} {kind}" for kind, n in sorted(sent.items())) or "nothing sent"
-        number = sum(p.part is not None for p in cut.values())
-        what = "sequences" if self.parallel.value_axis == CONTEXT else f"{number} parameters"
-        return Report(True, f"{what} cut over {ranks} ranks; {told}")
+        return sent
 
     def options(self) -> dict[str, object]:
         chosen: dict[str, object] = {}
@@ -460,6 +469,7 @@ class Placing:
     program: Planned
     name: str
     parallel: Parallel
+    axis: str
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)
     lies: dict[fx.Node, Any] = field(default_factory=dict)
     made: dict[Any, fx.Node] = field(default_factory=dict)
@@ -475,10 +485,12 @@ class Placing:
     returned: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.ranks, self.axis = self.parallel.value_ranks, self.parallel.value_axis
-        self.zigzag = self.parallel.is_zigzag
-        self.chunks = num_chunks(self.ranks, self.zigzag)
+        self.ranks = self.parallel.value_axes[self.axis]
         self.by_context = self.axis == CONTEXT
+        self.zigzag = self.by_context and self.parallel.is_zigzag
+        self.chunks = num_chunks(self.ranks, self.zigzag)
+        # names of one walk over a graph must not be those of the other
+        self.suffix = f"_{self.axis}" if len(self.parallel.value_axes) > 1 else ""
         self.old = self.program.graph(self.name)
         self.graph = fx.Graph()
         self.wanted = self._wanted()
@@ -523,14 +535,15 @@ class Placing:
     def _cut_inputs(self, given: list[fx.Node]) -> None:
         """Cut what the model is given of each position of a sequence: [batch, length, width]."""
         for node in given:
-            if info(node).role is Role.INPUT and (cut := self._of_sequence(value(node))):
+            if info(node).role is Role.INPUT and (cut := self._of_sequence(node)):
                 self.new[node], self.lies[node] = self.to(node, cut), cut
 
-    def _of_sequence(self, val: Any) -> Cut | None:
+    def _of_sequence(self, node: fx.Node) -> Cut | None:
         """Return the cut of a value that begins a stream of [batch, length, width], if it can be.
 
         Over the context axis only.
         """
+        val = value(node)
         if not self.by_context or not isinstance(val, torch.Tensor):
             return None
         if val.dim() != 3 or not val.is_floating_point():
@@ -538,20 +551,35 @@ class Placing:
         batch, length = val.shape[:2]
         if batch not in self.batches:  # a table of pairs of positions, say
             return None
-        if not fits(val.shape, Cut(1), self.chunks):
+        cut = self._in_stream(node)
+        if not fits(val.shape, cut, self.chunks):
             self.odd.add(length)
             return None
-        self.streams.add((batch, length))
-        return Cut(1)
+        self.streams |= {(batch, length), (batch, length // cut.groups)}
+        return cut
+
+    def _in_stream(self, node: fx.Node) -> Cut:
+        """Return how a value of a stream is cut along its sequence.
+
+        If the tensor axis cuts sequences too, ranks have a part of each of its parts, so that what
+        is whole over it is cut in as many groups.
+        """
+        placed = info(node).placed
+        is_part = placed is not None and isinstance(placed.gives, Cut) and placed.gives.dim == 1
+        return Cut(1, self.parallel.tensor if self.parallel.sequence and not is_part else 1)
 
     def _part(self, node: fx.Node) -> Part | None:
         where = info(node)
-        return self.program.params[where.name].part if where.role is Role.PARAM else None
+        return self._part_of(where.name) if where.role is Role.PARAM else None
+
+    def _part_of(self, name: str) -> Part | None:
+        """Return the part of a parameter that this walk cuts: none, over the context axis."""
+        return None if self.by_context else self.program.params[name].part
 
     def _copied(self, node: fx.Node, lies: Placement) -> fx.Node:
         new = self.graph.node_copy(node, lambda n: self.new[n])
         new.meta = dict(node.meta)
-        set_info(new, placed=Placed(lies, shape_of(value(node))))
+        set_info(new, placed=Placed(lies, shape_of(value(node)), outer=info(node).placed))
         return new
 
     def _output(self) -> None:
@@ -574,7 +602,7 @@ class Placing:
         Over the context axis a gradient is a partial sum, which its bucket's reduction sums.
         """
         if spec.role is Role.GRAD:
-            part = self.program.params[spec.name].part
+            part = self._part_of(spec.name)
             return part.cut if part is not None else P if self.by_context else R
         return R
 
@@ -604,7 +632,7 @@ class Placing:
                 return
             if node.target is _aten.t.default and isinstance(want, Cut):
                 want = Cut(1 - want.dim, want.groups)
-            elif node.target not in (_aten.t.default, _aten.view.default) or (
+            elif node.target not in (_aten.t.default, _aten.view.default, *CONVERSIONS) or (
                 node.target is _aten.view.default and isinstance(want, Cut)
             ):
                 return
@@ -617,7 +645,7 @@ class Placing:
         new = self.graph.call_function(node.target, (self.new[source], index))  # type: ignore[index,arg-type]
         new.name, new.meta = node.name, dict(node.meta)
         new.meta["val"] = value(self.new[source])[index]  # type: ignore[index]
-        set_info(new, placed=Placed(lies, shape_of(value(node))))
+        set_info(new, placed=Placed(lies, shape_of(value(node)), outer=info(node).placed))
         self.new[node], self.lies[node] = new, lies
 
     def _call(self, node: fx.Node) -> None:
@@ -636,7 +664,8 @@ class Placing:
         self.new[node] = self._emit(node, target, local, named, way.gives, whole)
         self.lies[node] = way.gives
         if self.by_context and self._is_stream(node):
-            self.new[node], self.lies[node] = self.to(node, Cut(1)), Cut(1)
+            cut = self._in_stream(node)
+            self.new[node], self.lies[node] = self.to(node, cut), cut
 
     def _is_stream(self, node: fx.Node) -> bool:
         """Say whether a value, which is cut, is one that is cut along the sequence between layers.
@@ -667,8 +696,8 @@ class Placing:
         if not self.by_context:
             settled = self._settled(whole)
             return () if settled is None else (settled,)
-        if node.target is _aten.embedding.default and self._is_weight(node.args[0]):  # type: ignore[arg-type]
-            cut = self._of_sequence(value(node))
+        if node.target in _LOOKUPS and self._is_weight(node.args[0]):  # type: ignore[arg-type]
+            cut = self._of_sequence(node)
             return () if cut is None else (cut,)
         if node.target is _aten.bmm.default:  # [batch * heads, ...]: by heads, of each sample
             rows = whole.shape[0]
@@ -680,7 +709,7 @@ class Placing:
     def _choose(self, node: fx.Node, whole: WholeCall) -> Way:
         if info(node).is_random:  # all ranks draw the same numbers, for whole values
             return whole_way(whole)
-        is_seed = self.by_context and node.target is _aten.embedding.default and whole.hints
+        is_seed = self.by_context and node.target in _LOOKUPS and whole.hints
         if is_seed:
             return next(way for way in ways(whole) if way.gives == whole.hints[0])
         if node.target in _ATTENTION and not self.by_context:
@@ -706,20 +735,24 @@ class Placing:
     def warn(self) -> None:
         """Tell of a graph that is not cut over the axis as its user will expect."""
         model, ranks = self.program.model_name, self.ranks
+        is_second = self.axis != next(iter(self.parallel.value_axes))
+        left = f" left by Plan.parallel.tensor = {self.parallel.tensor}" if is_second else ""
         for line, heads in self.gathered.items():
             log.warning(
-                "%s (%s): %d heads are not divided by %sPlan.parallel.%s = %d: attention is "
-                "gathered, and each of these ranks computes all of it.",
-                model, line, heads, "2 x " if self.zigzag else "", self.axis, ranks,
+                "%s (%s): %s not divided by %sPlan.parallel.%s = %d: attention is "
+                "gathered, and each of these ranks computes all of it",
+                model, line, f"{heads} heads{left} are" if heads != 1 else f"1 head{left} is",
+                "2 x " if self.zigzag else "", self.axis, ranks,
             )  # fmt: skip
         if not self.by_context:
             return
         if self.odd:
             lengths = ", ".join(map(str, sorted(self.odd)))
+            also = f" x tensor = {self.parallel.tensor}" if self.parallel.sequence else ""
             log.warning(
-                "%s: a sequence of %s positions is not cut over Plan.parallel.context = %d, which "
-                "%s not divide it: each of these ranks computes all of it. Pad the sequences.",
-                model, lengths, ranks, "twice does" if self.zigzag else "does",
+                "%s: a sequence of %s positions is not cut over Plan.parallel.context = %d%s, "
+                "which %s not divide it: each of these ranks computes all of it. Pad the sequences",
+                model, lengths, ranks, also, "twice does" if self.zigzag else "does",
             )  # fmt: skip
         elif not self.streams:
             log.warning(
@@ -809,7 +842,8 @@ class Placing:
             return 1e-3 * size / self.ranks
         if now == P:
             return (2.0 if to == R else 1.0) * size * share
-        if to == R:  # which every rank then holds, where sequences are cut to save just that
+        if to == R or _is_recut(now, to):
+            # which every rank then holds, where sequences are cut to save just that
             return (2.0 if self.by_context else 1.0) * size * share
         return size / self.ranks * share + 1.0
 
@@ -835,6 +869,8 @@ class Placing:
             source = self.to(node.args[0], R)  # type: ignore[arg-type]
             whole = self._whole(node)
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
+        elif _is_recut(now, to):
+            made = self._convert(node, self.to(node, R), R, to)
         elif now == R and isinstance(to, Cut) and self._is_spread(node):
             made = self._spread(node, to) or self._convert(node, new, now, to)
         else:
@@ -905,12 +941,14 @@ class Placing:
             ends = (now.dim, now.groups, to.dim, to.groups)
             op, more = ops.swap_values, (*ends, self.ranks)
         made = call(self.graph, op, (new, self.axis, *more))
+        made.name += self.suffix
         if (spec := spec_of(made)) is not None and spec.is_agreed:
             self.sent[spec.name] += 1
-        at = info(self.at)
+        at, placed = info(self.at), info(node).placed
+        outer = None if placed is None else placed.lies
         made.meta["zfx"] = Info(
             phase=at.phase, module=at.module, line=at.line, unit=at.unit,
-            placed=Placed(to, tuple(value(node).shape)),
+            placed=Placed(to, tuple(value(node).shape), outer=outer),
         )  # fmt: skip
         for key in ("partitioner_tag", "is_gradient_acc", "autograd_backward"):
             if key in self.at.meta:
@@ -926,7 +964,7 @@ class Placing:
             return made
         again = self.named[node.name]  # a view is made twice, if it is read in two ways
         self.named[node.name] += 1
-        made.name = f"{node.name}_again{again}" if again else node.name
+        made.name = f"{node.name}_again{self.suffix}{again}" if again else node.name
         made.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": made.meta["val"]}
         set_info(made, placed=self._placed(node, gives, whole))
         return made
@@ -934,7 +972,10 @@ class Placing:
     def _placed(self, node: fx.Node, gives: Any, whole: WholeCall) -> Placed:
         first = next(iter(node.all_input_nodes), None)
         is_same = node.target in SAME_VALUES and _form(node) == _form(first)
-        return Placed(gives, shape_of(value(node)), node.target, whole.args, whole.kwargs, is_same)
+        return Placed(
+            gives, shape_of(value(node)), node.target, whole.args, whole.kwargs, is_same,
+            info(node).placed,
+        )  # fmt: skip
 
     def _called(self, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> fx.Node:
         """Append a call; if a shard's strides do not allow a view, view a dense copy instead.
@@ -955,8 +996,17 @@ class Placing:
             source = args[0]
             with_format = {"memory_format": torch.contiguous_format}
             dense = call(self.graph, _aten.clone.default, (source,), named=with_format)
-            dense.meta["zfx"] = replace(info(source), placed=_dense(info(source)))
+            dense.name += self.suffix
+            dense.meta["zfx"] = replace(info(source), placed=_dense(info(source).placed))
             return call(self.graph, target, (dense, *args[1:]), named=named)
+
+
+def _is_recut(now: Placement, to: Placement) -> bool:
+    """Return whether a value is cut along one dimension in other groups: that is no all-to-all.
+
+    Of the part of one rank, another one would get all or nothing.
+    """
+    return isinstance(now, Cut) and isinstance(to, Cut) and now.dim == to.dim
 
 
 def _form(node: fx.Node | None) -> Any:
@@ -964,11 +1014,12 @@ def _form(node: fx.Node | None) -> Any:
     return (tuple(val.shape), tuple(val.stride())) if isinstance(val, torch.Tensor) else node
 
 
-def _dense(where: Info) -> Placed:
-    assert where.placed is not None
+def _dense(placed: Placed | None) -> Placed:
+    assert placed is not None
     named = {"memory_format": torch.contiguous_format}
     target = _aten.clone.default
-    return Placed(where.placed.gives, where.placed.shape, target, (Hole(0),), named, True)
+    outer = None if placed.outer is None else _dense(placed.outer)
+    return Placed(placed.gives, placed.shape, target, (Hole(0),), named, True, outer)
 
 
 def _seen_by(node: fx.Node) -> fx.Node:
@@ -989,6 +1040,7 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }  # fmt: skip
+_LOOKUPS = {_aten.embedding.default, ops.embedding_rows}
 _SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
 _VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _SAME = {_aten.detach.default, _aten.alias.default}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -331,25 +332,24 @@ class Parallel:
                 "Plan.parallel.attention = 'ring' contradicts context = 1: keys and values travel "
                 "around the ranks of the context axis. Set context, or drop attention."
             )
-        if self.context > 1:
-            self._check_context()
-        if self.placements == MODEL and (self.sequence or self.pipeline > 1):
-            name = "sequence" if self.sequence else "pipeline"
+        if self.attention == "ring" and self.sequence:
+            raise PlanError(
+                "Plan.parallel.attention = 'ring' does not support sequence = True yet: "
+                "what the tensor axis cuts along the sequence would not be in the order that "
+                "balances a ring. Leave one of the two out"
+            )
+        if self.context > 1 and self.tensor == 1 and self.placements != "auto":
+            raise PlanError(
+                f"Plan.parallel.placements contradicts context = {self.context}: it is about "
+                "layers that are cut over the tensor axis. Set tensor, or drop it"
+            )
+        others = [n for n in ("pipeline", "context") if getattr(self, n) > 1]
+        others += ["sequence"] if self.sequence else []
+        if self.placements == MODEL and others:
+            name = others[0]
             raise PlanError(
                 f"Plan.parallel.placements = 'model' contradicts {name} = {getattr(self, name)}: "
                 f"the model itself exchanges values. Drop {name}."
-            )
-
-    def _check_context(self) -> None:
-        if self.tensor > 1:
-            raise PlanError(
-                f"Plan.parallel.context = {self.context} does not go with tensor = {self.tensor} "
-                "yet. Leave one of the two out."
-            )
-        if self.placements != "auto":
-            raise PlanError(
-                f"Plan.parallel.placements contradicts context = {self.context}: it is about "
-                "layers that are cut over the tensor axis. Drop it."
             )
 
     def _check_schedule(self) -> None:
@@ -449,9 +449,10 @@ class Parallel:
         return self.placements == MODEL
 
     @property
-    def value_axis(self) -> str:
-        """The axis over which the values of a graph are cut."""
-        return "context" if self.context > 1 else "tensor"
+    def value_axes(self) -> dict[str, int]:
+        """The axes over which zerofx cuts the values of a graph, in the order in which it does."""
+        sizes = {"tensor": 1 if self.brings_slices else self.tensor, "context": self.context}
+        return {axis: size for axis, size in sizes.items() if size > 1}
 
     @property
     def is_zigzag(self) -> bool:
@@ -461,9 +462,7 @@ class Parallel:
     @property
     def value_ranks(self) -> int:
         """Over how many ranks zerofx cuts the values of a graph."""
-        if self.context > 1:
-            return self.context
-        return 1 if self.brings_slices else self.tensor
+        return math.prod(self.value_axes.values())
 
 
 def read_activations(where: str, value: Any) -> str | float | Patterns:

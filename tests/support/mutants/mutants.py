@@ -139,6 +139,14 @@ RING_BASES = [
 ]
 MASKED_BASES = [Base("hf-llama-padded", Choice(2, 2, parallel=RING))]
 
+# Whose layers are cut over the tensor axis, and whose sequences over the context axis.
+CROSSED = (*TENSOR, *CONTEXT)
+CROSSED_BASES = [
+    Base("hf-llama", Choice(3, 4, parallel=CROSSED)),
+    Base("hf-gpt2", Choice(2, 4, parallel=CROSSED, activations="recompute")),
+    Base("hf-llama", Choice(1, 4, parallel=(*SEQUENCE, *CONTEXT))),
+]
+
 
 class Editor:
     """One graph of a program under change, with random choices of what is legal in fx.

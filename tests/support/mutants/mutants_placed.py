@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch import Tensor, fx
 from zerofx import ops
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import Hole, Placed, info, set_info, tensors_of, value
-from zerofx.ir.placing import _is_local, _Typing, ways
+from zerofx.ir.placing import Operand, WholeCall, _is_local, _Typing, ways
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import Kind, kind_of, wait_for
+from zerofx.layout.buckets import CONTEXT
 from zerofx.layout.placements import Cut, Part, R, fits, num_chunks
 from zerofx.ops.placed import CONVERSIONS
 
@@ -35,10 +37,19 @@ def _of(node: fx.Node) -> fx.Node:
     return node.args[0]  # type: ignore[return-value]
 
 
-def _chunks(edit: Editor) -> int:
-    """Return into how many chunks what is cut is divided."""
-    parallel = edit.program.plan.parallel
-    return num_chunks(parallel.value_ranks, parallel.is_zigzag)
+def _axis(node: fx.Node) -> str:
+    """Return the axis of a conversion."""
+    return node.args[1]  # type: ignore[return-value]
+
+
+def _team(edit: Editor, axis: str) -> int:
+    return edit.program.plan.parallel.value_axes[axis]
+
+
+def _chunks(edit: Editor, axis: str) -> int:
+    """Return into how many chunks what is cut over an axis is divided."""
+    zigzag = axis == CONTEXT and edit.program.plan.parallel.is_zigzag
+    return num_chunks(_team(edit, axis), zigzag)
 
 
 def _end(node: fx.Node) -> fx.Node:
@@ -55,9 +66,30 @@ def _replace(edit: Editor, node: fx.Node, instead: fx.Node) -> None:
         edit.graph.erase_node(node)
 
 
-def _whole_shape(node: fx.Node) -> list[int]:
+def _own(node: fx.Node) -> Placed | None:
+    """Return what is noted of a node: of a conversion, over its own axis."""
     placed = info(node).placed
+    if placed is None or placed.outer is None or node.target not in CONVERSIONS:
+        return placed
+    return placed if _axis(node) == CONTEXT else placed.outer
+
+
+def _whole_shape(node: fx.Node) -> list[int]:
+    placed = _own(node)
     return list(placed.shape if placed is not None else value(node).shape)
+
+
+def _as_call(placed: Placed | None, target: Any, args: tuple[Any, ...]) -> Placed | None:
+    """Return the note of a call whose result lies as another value does, over each axis."""
+    if placed is None:
+        return None
+    outer = _as_call(placed.outer, target, args)
+    return Placed(placed.gives, placed.shape, target, args, {}, outer=outer)
+
+
+def _launch(node: fx.Node) -> fx.Node:
+    """Return the launch of what a wait gives, and any other node itself."""
+    return node.args[0] if kind_of(node) is Kind.WAIT else node  # type: ignore[return-value]
 
 
 def _inserted(
@@ -87,20 +119,36 @@ def _cut_region(edit: Editor, before: fx.Node) -> None:
 
 
 def _conversion(
-    edit: Editor, target: Any, source: fx.Node, more: tuple[Any, ...], before: fx.Node, gives: Any
-) -> fx.Node:
+    edit: Editor, target: Any, source: fx.Node, axis: str, more: tuple[Any, ...], before: fx.Node,
+    gives: Any,
+) -> fx.Node:  # fmt: skip
     like = next(n for n in conversions(edit))
-    launch = source.args[0] if kind_of(source) is Kind.WAIT else source
-    placed = Placed(gives, tuple(_whole_shape(launch)))  # type: ignore[arg-type]
-    axis = edit.program.plan.parallel.value_axis
-    made = _inserted(edit, target, (source, axis, *more), before, like, placed=placed)
+    made = _inserted(edit, target, (source, axis, *more), before, like)
+    note, axes = info(_launch(source)).placed, edit.program.plan.parallel.value_axes
+    assert note is not None
+    if axis == next(reversed(axes)):
+        placed = Placed(gives, note.shape, outer=None if note.outer is None else note.outer.lies)
+    else:  # a call on what is cut over the context axis
+        told = Hole(0), axis, *more
+        operand, result = Operand(note.shape, note.gives), SimpleNamespace(shape=note.shape)
+        call = WholeCall(
+            target, told, {}, (operand,), result, axes[CONTEXT], axis=CONTEXT,
+            zigzag=edit.program.plan.parallel.is_zigzag,
+        )  # fmt: skip
+        found = (way.gives for way in ways(call) if way.needs == (note.gives,))
+        inner, whole = next(found, note.gives), list(value(made).shape)
+        if isinstance(inner, Cut):
+            whole[inner.dim] *= axes[CONTEXT]
+        outer = Placed(gives, note.outer.shape if note.outer is not None else ())
+        placed = Placed(inner, tuple(whole), target, told, {}, outer=outer)
+    set_info(made, placed=placed)
     if target is ops.part:
         return made
     return _inserted(edit, ops.wait, (made,), before, like, placed=None)
 
 
 def _lies(node: fx.Node) -> Any:
-    placed = info(node).placed
+    placed = _own(node)
     return placed.gives if placed is not None else None
 
 
@@ -152,7 +200,8 @@ def wrong_axis(edit: Editor) -> str | None:
     if (node := edit.any_of(nodes)) is None:
         return None
     at = 1 if node.target in CONVERSIONS else 2
-    set_argument(node, at, new := edit.rng.choice(["shard", "replicate"]))
+    others = {"shard", "replicate", *edit.program.plan.parallel.value_axes} - {node.args[at]}
+    set_argument(node, at, new := edit.rng.choice(sorted(others)))
     return f"{label(node)} over {new}"
 
 
@@ -180,7 +229,7 @@ def other_conversion(edit: Editor) -> str | None:
         return None
     others = [op for op in sorted(CONVERSIONS, key=str) if op is not node.target]
     target = edit.rng.choice(others)
-    team = edit.program.plan.parallel.value_ranks
+    team = _team(edit, _axis(node))
     dim = edit.rng.randrange(value(node).dim()) if value(node).dim() else 0
     fields: list[Any] = list(node.args[2:5]) if len(node.args) >= 5 else [dim, 1, team]
     if target in (ops.reduce_values, ops.summand):
@@ -220,7 +269,7 @@ def scaled_by_world(edit: Editor) -> str | None:
     if (node := edit.any_of(nodes)) is None:
         return None
     target, scale = aten.mul.Scalar, edit.rng.choice([0.5, 2.0, 0.25])
-    placed = Placed(_lies(node), tuple(_whole_shape(node)), target, (Hole(0), scale), {})
+    placed = _as_call(info(node).placed, target, (Hole(0), scale))
     end = _end(node)
     made = _inserted(edit, target, (end, scale), end.next, node, placed=placed)
     end.replace_all_uses_with(made, lambda user: user is not made)
@@ -237,10 +286,10 @@ def reduce_early(edit: Editor) -> str | None:
         early: Any = total.args[at]
         if list(value(early).shape) != list(value(total).shape):
             continue
-        made = _conversion(edit, node.target, early, node.args[2:], total, _lies(node))
+        made = _conversion(edit, node.target, early, _axis(node), node.args[2:], total, _lies(node))
         if not is_same_kind(value(made), value(early)):
             late: Any = total.args[1 - at]
-            part = _conversion(edit, ops.part, late, node.args[2:], total, _lies(node))
+            part = _conversion(edit, ops.part, late, _axis(node), node.args[2:], total, _lies(node))
             set_argument(total, 1 - at, part)
         set_argument(total, at, made)
         total.meta["val"] = value(node)
@@ -263,16 +312,14 @@ def part_of_another_rank(edit: Editor) -> str | None:
     source, _, dim, _, ranks = node.args
     size = value(source).shape[dim] // ranks  # type: ignore[arg-type, index, operator]
     if edit.rng.random() < 0.5:
-        whole = Placed(
-            R, tuple(_whole_shape(source)), aten.roll.default, (Hole(0), [size], [dim]), {}
-        )
         args = (source, [size], [dim])
+        told = info(_launch(source)).placed  # type: ignore[arg-type]
+        whole = _as_call(told, aten.roll.default, (Hole(0), *args[1:]))
         made = _inserted(edit, aten.roll.default, args, node, node, placed=whole)
         set_argument(node, 0, made)
         return f"{label(node)}: rolled by {size}"
     args = (source, dim, 0, size)
-    gives = Cut(dim)  # type: ignore[arg-type]
-    whole = Placed(gives, tuple(_whole_shape(node)), aten.slice.Tensor, (Hole(0), *args[1:]), {})
+    whole = _as_call(info(node).placed, aten.slice.Tensor, (Hole(0), *args[1:]))
     made = _inserted(edit, aten.slice.Tensor, args, node, node, placed=whole)
     node.replace_all_uses_with(made)
     edit.graph.erase_node(node)
@@ -320,7 +367,7 @@ def sum_another(edit: Editor) -> str | None:
 
 def wrong_part(edit: Editor) -> str | None:
     """Let each rank have another part of a parameter than its graph is for."""
-    program, team = edit.program, edit.program.plan.parallel.value_ranks
+    program, team = edit.program, edit.program.plan.parallel.tensor
     found: list[tuple[str, Part]] = []
     for param in program.params.values():
         if param.part is None:
@@ -399,12 +446,16 @@ def retarget_alike(edit: Editor) -> str | None:
         for read in _shuffled(edit, list(node.all_input_nodes)):
             if not isinstance(value(read), Tensor):
                 continue
-            others = [n for n in edit.alike(read, node) if _lies(n) == _lies(read)]
+            others = [n for n in edit.alike(read, node) if _all_lie(n) == _all_lie(read)]
             if others:
                 other = edit.rng.choice(others)
                 node.replace_input_with(read, other)
                 return f"{label(node)} reads {label(other)} for {label(read)}"
     return None
+
+
+def _all_lie(node: fx.Node) -> str:
+    return str(info(node).placed)
 
 
 # -- rings of attention ---------------------------------------------------------------------------
@@ -507,31 +558,42 @@ def convert_again(edit: Editor) -> str | None:
     return f"{label(node)}, read by {len(again.users)}"
 
 
+def _dims(edit: Editor, node: fx.Node) -> list[int]:
+    """Return the dimensions along which a value can be cut over the axis of its conversion."""
+    chunks, placed = _chunks(edit, _axis(node)), info(node).placed
+    is_over_last = _own(node) is placed
+    inner = None if is_over_last or placed is None else placed.gives  # cut further already
+    return [
+        d for d, size in enumerate(_whole_shape(node))
+        if size % chunks == 0 and not (isinstance(inner, Cut) and inner.dim == d)
+    ]  # fmt: skip
+
+
 def in_two_steps(edit: Editor) -> str | None:
     """Sum by a scatter and a gather; swap by a gather and a part; part, gather and part again."""
-    team, chunks = edit.program.plan.parallel.value_ranks, _chunks(edit)
     for node in _shuffled(edit, conversions(edit)):
-        source, target = _of(node), node.target
-        shape = _whole_shape(node)
-        dims = [d for d, size in enumerate(shape) if size % chunks == 0]
+        source, target, axis = _of(node), node.target, _axis(node)
+        team, dims = _team(edit, axis), _dims(edit, node)
         if not dims:
             continue
         dim = edit.rng.choice(dims)
         middle = (dim, 1, team)
         if target is ops.reduce_values:
-            first = _conversion(edit, ops.scatter_values, source, middle, node, Cut(dim))
-            last = _conversion(edit, ops.gather_values, first, middle, node, R)
+            first = _conversion(edit, ops.scatter_values, source, axis, middle, node, Cut(dim))
+            last = _conversion(edit, ops.gather_values, first, axis, middle, node, R)
         elif target is ops.swap_values:
             _, _, d, g, to_d, to_g, _ = node.args
-            first = _conversion(edit, ops.gather_values, source, (d, g, team), node, R)
-            last = _conversion(edit, ops.part, first, (to_d, to_g, team), node, Cut(to_d, to_g))  # type: ignore[arg-type]
+            first = _conversion(edit, ops.gather_values, source, axis, (d, g, team), node, R)
+            last = _conversion(
+                edit, ops.part, first, axis, (to_d, to_g, team), node, Cut(to_d, to_g)
+            )  # type: ignore[arg-type]
         elif target is ops.part:
-            first = _conversion(edit, ops.part, source, middle, node, Cut(dim))
-            whole = _conversion(edit, ops.gather_values, first, middle, node, R)
-            last = _conversion(edit, ops.part, whole, node.args[2:], node, _lies(node))
+            first = _conversion(edit, ops.part, source, axis, middle, node, Cut(dim))
+            whole = _conversion(edit, ops.gather_values, first, axis, middle, node, R)
+            last = _conversion(edit, ops.part, whole, axis, node.args[2:], node, _lies(node))
         elif target is ops.scatter_values:
-            first = _conversion(edit, ops.reduce_values, source, (), node, R)
-            last = _conversion(edit, ops.part, first, node.args[2:], node, _lies(node))
+            first = _conversion(edit, ops.reduce_values, source, axis, (), node, R)
+            last = _conversion(edit, ops.part, first, axis, node.args[2:], node, _lies(node))
         elif target is not ops.gather_values:
             continue
         else:
@@ -541,12 +603,20 @@ def in_two_steps(edit: Editor) -> str | None:
                 continue
             to = edit.rng.choice(others)
             ends = (d, g, to, 1, team)
-            first = _conversion(edit, ops.swap_values, source, ends, node, Cut(to))
-            last = _conversion(edit, ops.gather_values, first, (to, 1, team), node, R)
+            first = _conversion(edit, ops.swap_values, source, axis, ends, node, Cut(to))
+            last = _conversion(edit, ops.gather_values, first, axis, (to, 1, team), node, R)
         what = label(node)
         _replace(edit, node, last)
         return f"{what} by {first.name} and {last.name}"
     return None
+
+
+def _lying(edit: Editor, placed: Placed, axis: str, gives: Any) -> Placed:
+    """Return a note over all axes, with another placement over one."""
+    if axis == next(reversed(edit.program.plan.parallel.value_axes)):
+        return replace(placed, gives=gives)
+    assert placed.outer is not None
+    return replace(placed, outer=replace(placed.outer, gives=gives))
 
 
 def reduce_apart(edit: Editor) -> str | None:
@@ -560,11 +630,13 @@ def reduce_apart(edit: Editor) -> str | None:
         for at, summand in enumerate(given):
             if summand in given[:at]:
                 continue
-            made = _conversion(edit, node.target, summand, node.args[2:], total, _lies(node))
+            made = _conversion(
+                edit, node.target, summand, _axis(node), node.args[2:], total, _lies(node)
+            )
             total.replace_input_with(summand, made)
         placed = info(total).placed
         assert placed is not None
-        set_info(total, placed=replace(placed, gives=_lies(node)))
+        set_info(total, placed=_lying(edit, placed, _axis(node), _lies(node)))
         total.meta["val"] = value(node)
         what = label(node)
         _replace(edit, node, total)
@@ -584,19 +656,19 @@ def convert_late(edit: Editor) -> str | None:
 
 def useless_conversion(edit: Editor) -> str | None:
     """Take a part that has no reader, or gather it and read that."""
-    team = edit.program.plan.parallel.value_ranks
     found = []
     for node in conversions(edit):
-        shape = _whole_shape(node)
         if _lies(node) == R:
-            found += [(node, d) for d, size in enumerate(shape) if size % _chunks(edit) == 0]
+            found += [(node, d) for d in _dims(edit, node)]
     if not found:
         return None
     node, dim = edit.rng.choice(found)
     end = _end(node)
     readers = list(end.users)
-    first = _conversion(edit, ops.part, end, (dim, 1, team), end.next, Cut(dim))
-    whole = _conversion(edit, ops.gather_values, first, (dim, 1, team), first.next, R)
+    axis = _axis(node)
+    more = (dim, 1, _team(edit, axis))
+    first = _conversion(edit, ops.part, end, axis, more, end.next, Cut(dim))
+    whole = _conversion(edit, ops.gather_values, first, axis, more, first.next, R)
     for user in readers:
         if edit.rng.random() < 0.5 and edit.is_behind(user, whole):
             user.replace_input_with(end, whole)
@@ -617,18 +689,20 @@ HARMLESS: list[Callable[[Editor], str | None]] = [
 class _Telling(_Typing):
     """Writes down how each value lies wherever a rule has a way, whatever was noted before."""
 
-    def _call(self, node: fx.Node, placed: Placed | None) -> None:
+    def _call(self, over: Any, node: fx.Node, call: Any, placed: Placed | None) -> None:
         if placed is None or placed.target is None:
-            super()._call(node, placed)
+            super()._call(over, node, call, placed)
             return
         tensors = tensors_of(node)
-        call = self._whole(node, placed, self._operands(node))
-        now = tuple(o.now for o in call.operands)
-        for way in ways(call):
-            if way.needs == now and _is_local(way, call, node, tensors):
-                set_info(node, placed=replace(placed, gives=way.gives))
+        whole = self._whole(over, node, placed)
+        now = tuple(o.now for o in whole.operands)
+        for way in ways(whole):
+            if way.needs == now and _is_local(way, whole, call, tensors):
+                placed, note = replace(placed, gives=way.gives), info(node).placed
+                is_first = over is self.axes[0]
+                set_info(node, placed=placed if is_first else replace(note, outer=placed))  # type: ignore[type-var]
                 break
-        super()._call(node, info(node).placed)
+        super()._call(over, node, call, placed)
 
 
 def tell(program: Planned) -> None:

@@ -79,56 +79,51 @@ class Placed:
 
     rank: int
     team: int  # how many ranks share each layer: they are neighbours
-    context: int  # how many share each sequence: they too
+    context: int  # how many share each sequence: neighbours of those with the same part of a layer
     zigzag: bool = False  # whether each of these has two chunks, from either end
 
-    @property
-    def peers(self) -> int:
-        """Over how many ranks values are cut."""
-        return max(self.team, self.context)
-
-    @property
-    def place(self) -> int:
-        """This rank's position among these."""
-        return self.rank % self.peers
-
-    def _over(self, axis: str, ranks: int | None = None) -> None:
-        mine = "context" if self.context > 1 else "tensor"
-        if axis != mine or ranks not in (None, self.peers):
+    def _members(self, axis: str, ranks: int | None = None) -> tuple[list[int], int]:
+        """Return the ranks along an axis that this one exchanges with, and its place among them."""
+        sizes = {"tensor": (self.team, 1), "context": (self.context, self.team)}
+        size, stride = sizes.get(axis, (1, 1))
+        if size == 1 or ranks not in (None, size):
             raise OracleError(f"a conversion over {ranks} ranks of the axis {axis}")
+        place = self.rank // stride % size
+        first = self.rank - place * stride
+        return list(range(first, first + size * stride, stride)), place
+
+    def _turns(self, axis: str) -> bool:
+        return self.zigzag and axis == "context"
 
     def _launch(self, dest: Tensor, signature: tuple, sources: list[Tensor], land: Any) -> Blocking:
         raise NotImplementedError
 
     def _exchange(
-        self, kind: str, x: Tensor, more: tuple[Any, ...], made: Callable[[list[Tensor]], Tensor]
-    ) -> Blocking:
+        self, kind: str, x: Tensor, axis: str, more: tuple[Any, ...],
+        made: Callable[[list[Tensor]], Tensor],
+    ) -> Blocking:  # fmt: skip
         """Launch what gives `made` of what each rank of the axis has of a value."""
-        dest = _poisoned(x, made([x] * self.peers))
+        members, _ = self._members(axis)
+        dest = _poisoned(x, made([x] * len(members)))
 
         def land(parts: list[list[Tensor]]) -> None:
-            first = self.rank - self.place
-            dest.copy_(made([part[0] for part in parts[first : first + self.peers]]))
+            dest.copy_(made([parts[member][0] for member in members]))
 
-        return self._launch(dest, (kind, tuple(x.shape), x.dtype, *more), [x], land)
+        return self._launch(dest, (kind, axis, tuple(x.shape), x.dtype, *more), [x], land)
 
     def _reduce_values(self, x: Tensor, axis: str) -> Blocking:
-        self._over(axis)
-        return self._exchange("reduce values", x, (), added)
+        return self._exchange("reduce values", x, axis, (), added)
 
     def _reduce_joined(self, xs: list[Tensor], axis: str) -> Blocking:
-        self._over(axis)
+        members, _ = self._members(axis)
         dest = torch.cat([x.reshape(-1) for x in xs])
         poison(dest)
 
         def land(parts: list[list[Tensor]]) -> None:
-            first = self.rank - self.place
-            mine = [
-                torch.cat([x.reshape(-1) for x in p]) for p in parts[first : first + self.peers]
-            ]
+            mine = [torch.cat([x.reshape(-1) for x in parts[member]]) for member in members]
             dest.copy_(added(mine))
 
-        signature = ("reduce joined", *(tuple(x.shape) for x in xs))
+        signature = ("reduce joined", axis, *(tuple(x.shape) for x in xs))
         return self._launch(dest, signature, list(xs), land)
 
     def _joined_value(self, flat: Tensor, number: int, offset: int, shape: list[int]) -> Blocking:
@@ -136,63 +131,56 @@ class Placed:
         return flat[offset : offset + torch.Size(shape).numel()].view(shape)
 
     def _scatter_values(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
-        self._over(axis, ranks)
+        _, place = self._members(axis, ranks)
 
         def made(parts: list[Tensor]) -> Tensor:
-            return cut(added(parts), dim, groups, self.place, ranks, self.zigzag)
+            return cut(added(parts), dim, groups, place, ranks, self._turns(axis))
 
-        return self._exchange("scatter values", x, (dim, groups), made)
+        return self._exchange("scatter values", x, axis, (dim, groups), made)
 
     def _gather_values(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
-        self._over(axis, ranks)
-        more = (dim, groups)
+        self._members(axis, ranks)
+        more, turns = (dim, groups), self._turns(axis)
         return self._exchange(
-            "gather values", x, more, lambda parts: uncut(parts, dim, groups, self.zigzag)
+            "gather values", x, axis, more, lambda parts: uncut(parts, dim, groups, turns)
         )
 
     def _swap_values(
         self, x: Tensor, axis: str, dim: int, groups: int, to_dim: int, to_groups: int, ranks: int
     ) -> Blocking:
-        self._over(axis, ranks)
+        _, place = self._members(axis, ranks)
+        turns = self._turns(axis)
 
         def made(parts: list[Tensor]) -> Tensor:
-            return cut(
-                uncut(parts, dim, groups, self.zigzag),
-                to_dim,
-                to_groups,
-                self.place,
-                ranks,
-                self.zigzag,
-            )
+            return cut(uncut(parts, dim, groups, turns), to_dim, to_groups, place, ranks, turns)
 
-        return self._exchange("swap values", x, (dim, groups, to_dim, to_groups), made)
+        return self._exchange("swap values", x, axis, (dim, groups, to_dim, to_groups), made)
 
     def _part(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
         yield from ()
-        self._over(axis, ranks)
-        return cut(x, dim, groups, self.place, ranks, self.zigzag)
+        _, place = self._members(axis, ranks)
+        return cut(x, dim, groups, place, ranks, self._turns(axis))
 
     def _summand(self, x: Tensor, axis: str) -> Blocking:
         yield from ()
-        self._over(axis)
-        return x.clone() if self.place == 0 else torch.zeros_like(x)
+        _, place = self._members(axis)
+        return x.clone() if place == 0 else torch.zeros_like(x)
 
     def _padded(self, x: Tensor, axis: str, dim: int, groups: int, ranks: int) -> Blocking:
         yield from ()
-        self._over(axis, ranks)
+        _, place = self._members(axis, ranks)
         none = torch.zeros_like(x)
-        return uncut(
-            [x if r == self.place else none for r in range(ranks)], dim, groups, self.zigzag
-        )
+        parts = [x if r == place else none for r in range(ranks)]
+        return uncut(parts, dim, groups, self._turns(axis))
 
     # -- attention --------------------------------------------------------------------------
     def _everywhere(self, kind: str, xs: list[Tensor], more: tuple[Any, ...]) -> Blocking:
         """Return the whole of values that are cut along the sequence."""
         found: list[Tensor] = []
+        members, _ = self._members("context")
 
         def land(parts: list[list[Tensor]]) -> None:
-            first = self.rank - self.place
-            mine = parts[first : first + self.peers]
+            mine = [parts[member] for member in members]
             found.extend(uncut([p[i] for p in mine], 2, 1, self.zigzag) for i in range(len(xs)))
 
         signature = (kind, *(tuple(x.shape) for x in xs), *more)
@@ -200,8 +188,14 @@ class Placed:
         yield from self._wait(transfer)  # type: ignore[attr-defined]
         return found
 
+    def _ring_over(self, axis: str, ranks: int) -> None:
+        self._members(axis, ranks)
+        if axis != "context":
+            raise OracleError(f"a ring over the axis {axis}")
+
     def _rows(self, x: Tensor) -> Tensor:
-        return _laid(cut(x, 2, 1, self.place, self.peers, self.zigzag))
+        members, place = self._members("context")
+        return _laid(cut(x, 2, 1, place, len(members), self.zigzag))
 
     def _attention(
         self, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float,
@@ -228,7 +222,7 @@ class Placed:
         self, q: Tensor, k: Tensor, v: Tensor, axis: str, ranks: int, causal: bool, scale: float,
         mask: Tensor | None = None,
     ) -> Blocking:  # fmt: skip
-        self._over(axis, ranks)
+        self._ring_over(axis, ranks)
         hides = [] if mask is None else [mask]
         whole = yield from self._everywhere("ring", [q, k, v, *hides], (causal, scale))
         made = yield from self._attention(*whole[:3], causal, scale, *whole[3:])
@@ -238,7 +232,7 @@ class Placed:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         axis: str, ranks: int, causal: bool, scale: float, mask: Tensor | None = None,
     ) -> Blocking:  # fmt: skip
-        self._over(axis, ranks)
+        self._ring_over(axis, ranks)
         given = [grad, q, k, v, out, lse, *([] if mask is None else [mask])]
         whole = yield from self._everywhere("ring of gradients", given, (causal, scale))
         made = yield from self._attention_backward(*whole[:6], causal, scale, *whole[6:])
@@ -247,21 +241,20 @@ class Placed:
     # -- tables that are cut by rows --------------------------------------------------------
     def _embedding_rows(self, table: Tensor, ids: Tensor, axis: str, rows: int) -> Blocking:
         yield from ()
-        self._over(axis)
         behind = torch.cat([table, table.new_zeros(1, table.shape[1])])
-        return behind[self._own_rows(ids, rows)]
+        return behind[self._own_rows(ids, axis, rows)]
 
     def _embedding_rows_backward(
         self, grad: Tensor, ids: Tensor, axis: str, rows: int, padding: int
     ) -> Blocking:
         yield from ()
-        self._over(axis)
         made = grad.new_zeros(rows + 1, grad.shape[-1])
-        own = self._own_rows(ids, rows).masked_fill(ids == padding, rows)
+        own = self._own_rows(ids, axis, rows).masked_fill(ids == padding, rows)
         made.index_add_(0, own.reshape(-1), grad.reshape(-1, grad.shape[-1]))
         return made[:rows].clone()
 
-    def _own_rows(self, ids: Tensor, rows: int) -> Tensor:
+    def _own_rows(self, ids: Tensor, axis: str, rows: int) -> Tensor:
         """Return the numbers of ids among this rank's rows, `rows` for those of others."""
-        own = ids - self.place * rows
+        _, place = self._members(axis)
+        own = ids - place * rows
         return own.masked_fill((own < 0) | (own >= rows), rows)

@@ -71,6 +71,24 @@ def test_peaks_of_cut_sequences_are_known_and_activations_are_halved(pool: Pool)
         assert measured - lasts < 0.56 * (most - lasts)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        pytest.param({"sequence": True}, marks=pytest.mark.slow),
+        pytest.param({"attention": "ring"}, marks=pytest.mark.slow),
+    ],
+)
+def test_peaks_of_layers_and_sequences_are_known(pool: Pool, more: dict[str, Any]) -> None:
+    """What collectives over both axes hold is counted."""
+    pytest.importorskip("transformers")
+    whole = pool.run(4, weigh_long, None)
+    found = pool.run(4, weigh_long, {"tensor": 2, "context": 2} | more)
+    for (measured, predicted, lasts), (most, _, others) in zip(found, whole, strict=True):
+        assert measured == pytest.approx(predicted, rel=0.02)
+        assert measured - lasts < 0.36 * (most - others)
+
+
 class Attends(torch.nn.Module):
     """Layers whose attention, not whose logits, has the peak."""
 

@@ -85,12 +85,15 @@ def _calls(program: Planned) -> list[tuple[Any, ...]]:
         ("blocks", {"tensor": 2}, 2),
         ("blocks", SEQUENCE, 4),
         ("gpt2", {"tensor": 4, "sequence": True}, 4),
+        ("blocks", {"tensor": 2, "context": 2}, 4),
         pytest.param("llama", SEQUENCE, 4, marks=pytest.mark.slow),
         pytest.param("t5", {"tensor": 2}, 2, marks=pytest.mark.slow),
         pytest.param("mixtral", {"tensor": 2}, 2, marks=pytest.mark.slow),
         pytest.param("dropout", SEQUENCE, 2, marks=pytest.mark.slow),
         pytest.param("llama", {"context": 2}, 2, marks=pytest.mark.slow),
         pytest.param("grouped", {"context": 2} | RING, 4, marks=pytest.mark.slow),
+        pytest.param("llama", {"tensor": 2, "context": 2} | RING, 4, marks=pytest.mark.slow),
+        pytest.param("gpt2", SEQUENCE | {"context": 2}, 8, marks=pytest.mark.slow),
     ],
 )
 def test_what_was_emitted_comes_back(
@@ -100,16 +103,18 @@ def test_what_was_emitted_comes_back(
 
 
 @pytest.mark.slow
-def test_stages_of_a_pipeline_come_back(tmp_path: Path) -> None:
-    """Two stages over two ranks each: what one sends is what the other receives, cut alike."""
+@pytest.mark.parametrize(("context", "lies"), [(1, "S(1)"), (2, "S(1) of S(1)")])
+def test_stages_of_a_pipeline_come_back(tmp_path: Path, context: int, lies: str) -> None:
+    """Two stages over two ranks each, or four: what one sends is what the other receives."""
     torch.manual_seed(0)
     captured = zerofx.capture(MODELS["llama"](), (), batch("llama"), outputs="loss")
-    plan = Plan(parallel=SEQUENCE | {"pipeline": 2}, kernels="aten", stage=1)
+    parallel = SEQUENCE | {"pipeline": 2, "context": context}
+    plan = Plan(parallel=parallel, kernels="aten", stage=1)
     loaded = []
     for position in range(2):
-        program = zerofx.rewrite(captured, plan, 4, position=position)
+        program = zerofx.rewrite(captured, plan, 4 * context, position=position)
         made = comes_back(program, tmp_path / str(position))
-        assert made.stage.wires and {str(w.lies[0]) for w in made.stage.wires} == {"S(1)"}
+        assert made.stage.wires and {str(w.lies) for w in made.stage.wires} == {lies}
         loaded.append(made)
     verify_stages(loaded)
 

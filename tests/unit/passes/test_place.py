@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed_ranks import cut_for, run_ranks, run_whole, together, values_of
+from placed_ranks import cut_for, run_ranks, run_whole, together_over, values_of
 from tensor_models import MODELS, batch, llama, padded
 from torch import Tensor, nn
 
@@ -21,12 +21,12 @@ from zerofx.analysis.time.tasks import tasks
 from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import hardware_for
-from zerofx.ir.meta import Role, info, set_info, value
+from zerofx.ir.meta import Placed, Role, info, set_info, value
 from zerofx.ir.program import JOINT, Planned
 from zerofx.ir.verify import verify
 from zerofx.layout.placements import Cut, P, Placement, R
 from zerofx.layout.styles import styles_of
-from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values
+from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values, swap_values
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.open_attention import OpenAttention
 from zerofx.passes.order import Setting
@@ -53,8 +53,11 @@ def given_to(name: str) -> dict[str, Tensor]:
 
 
 def placed(name: str, parallel: Parallel) -> tuple[Planned, Planned]:
+    return cut_over(captured(name)[1], parallel)
+
+
+def cut_over(program: Any, parallel: Parallel) -> tuple[Planned, Planned]:
     """Return a program before and behind the pass."""
-    _, program = captured(name)
     whole = program.planned().clone()
     OpenProducts(parallel).run(whole)
     OpenLosses(parallel).run(whole)
@@ -74,18 +77,25 @@ UNINITIALISED = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.d
 
 
 def check(name: str, parallel: Parallel) -> Planned:
+    model, program = captured(name)
+    cut, compared = compare(model, program, given_to(name), parallel)
+    assert compared > 100
+    return cut
+
+
+def compare(
+    model: nn.Module, program: Any, inputs: dict[str, Tensor], parallel: Parallel
+) -> tuple[Planned, int]:
     """Run a placed graph on all ranks, and compare each value, joined, with the whole graph's."""
-    model, _ = captured(name)
-    whole, cut = placed(name, parallel)
-    given = values_of(whole, model, given_to(name))
+    whole, cut = cut_over(program, parallel)
+    given = values_of(whole, model, inputs)
     results, values = run_whole(whole.graphs[JOINT], given)
-    ranks, zigzag = parallel.value_ranks, parallel.is_zigzag
-    lies = [info(n).placed.gives for n in cut.placeholders(JOINT)]
+    lies = [info(n).placed for n in cut.placeholders(JOINT)]
     each = [
-        [cut_for(v, at, rank, ranks, zigzag) for v, at in zip(given, lies, strict=True)]
-        for rank in range(ranks)
+        [cut_for(v, at, rank, parallel) for v, at in zip(given, lies, strict=True)]
+        for rank in range(parallel.value_ranks)
     ]
-    found, kept = run_ranks(cut.graphs[JOINT], each, zigzag)
+    found, kept = run_ranks(cut.graphs[JOINT], each, parallel)
     by_name = {n.name: v for n, v in values.items()}
     compared = 0
     for node in cut.graphs[JOINT].graph.nodes:
@@ -94,7 +104,8 @@ def check(name: str, parallel: Parallel) -> Planned:
             continue
         if node.target in UNINITIALISED:
             continue
-        got, expected = together([k[node] for k in kept], where.gives, zigzag), by_name[node.name]
+        got = together_over([k[node] for k in kept], where, parallel)
+        expected = by_name[node.name]
         got, expected = ([v] if isinstance(v, Tensor) else v for v in (got, expected))
         for mine, theirs in zip(got, expected, strict=True):
             if isinstance(theirs, Tensor) and mine.shape == theirs.shape:
@@ -102,20 +113,23 @@ def check(name: str, parallel: Parallel) -> Planned:
                     mine, theirs, rtol=1e-4, atol=1e-5, msg=lambda m, n=node: f"{n}: {m}"
                 )
                 compared += 1
-    assert compared > 100
     for spec, *mine, expected in zip(whole.outputs[JOINT], *found, results, strict=True):
         if expected is None:
             continue
-        due: Placement = R
+        due: dict[str, Placement] = {"tensor": R, "context": R}
         if spec.role is Role.GRAD:
             part = cut.params[spec.name].part
-            due = part.cut if part else P if parallel.context > 1 else R
-        got = together(mine, due)
-        assert due != R or all(torch.equal(m, mine[0]) for m in mine), spec
+            due = {"tensor": part.cut if part else R, "context": P}
+        note = None
+        for axis in parallel.value_axes:
+            note = Placed(due[axis], (), outer=note)
+        got = together_over(mine, note, parallel)
+        are_whole = all(due[axis] == R for axis in parallel.value_axes)
+        assert not are_whole or all(torch.equal(m, mine[0]) for m in mine), spec
         torch.testing.assert_close(
             got, expected, rtol=1e-4, atol=1e-5, msg=lambda m, s=spec: f"{s}: {m}"
         )
-    return cut
+    return cut, compared
 
 
 def sent(program: Planned) -> Counter[tuple[str, str, str]]:
@@ -229,6 +243,56 @@ def test_every_value_of_cut_sequences(name: str, ranks: int) -> None:
     check(name, Parallel(context=ranks))
 
 
+BOTH = {"tensor": 2, "context": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("llama", "model.layers.1"),
+        pytest.param("gpt2", "transformer.h.1", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layer_of_both_sends_what_megatrons_and_ulysses_do(name: str, layer: str) -> None:
+    """Two all-reduces each way over the tensor axis, and four all-to-alls over the context axis.
+
+    The all-to-alls are of a part of the heads, and the all-reduces of a part of the sequence.
+    """
+    cut = check(name, Parallel(**BOTH))
+    found = sent(cut)
+    mine = {(phase, kind): n for (unit, phase, kind), n in found.items() if unit == layer}
+    assert mine == {
+        ("forward", "reduce_values"): 2, ("backward", "reduce_values"): 2,
+        ("forward", "swap_values"): 4, ("backward", "swap_values"): 4,
+    }  # fmt: skip
+    batch_size, length, width = 2, 8, 32
+    for node in cut.graph(JOINT).nodes:
+        if info(node).unit == layer and node.target in (reduce_values, swap_values):
+            assert node.args[1] == ("tensor" if node.target is reduce_values else "context")
+            parts = 2 if node.target is reduce_values else 4
+            assert value(node).numel() == batch_size * length * width // parts
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("gpt2", {"sequence": True}),
+        pytest.param("bert", {}, marks=pytest.mark.slow),
+        pytest.param("llama", {"sequence": True}, marks=pytest.mark.slow),
+        pytest.param("bert", {"sequence": True}, marks=pytest.mark.slow),
+        pytest.param("grouped padded", {}, marks=pytest.mark.slow),
+        pytest.param("t5", {}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        pytest.param("vit", {}, marks=pytest.mark.slow),
+        pytest.param("llama", {"attention": "ring"}, marks=pytest.mark.slow),
+        pytest.param("gpt2 padded", {"attention": "ring"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"tensor": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_every_value_of_layers_and_sequences(name: str, more: dict[str, Any]) -> None:
+    check(name, Parallel(**BOTH | more))
+
+
 RING = {"attention": "ring"}
 
 
@@ -273,6 +337,27 @@ def test_every_value_of_a_ring(name: str, ranks: int) -> None:
         assert not any("ring" in str(n.target) for n in cut.graph(JOINT).nodes)
     else:
         check(name, Parallel(context=ranks, **RING))
+
+
+class InGroups(nn.Module):
+    """Three groups of hidden units that the next layer takes as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(4, 12), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).relu()).square().sum()
+
+
+def test_parts_in_other_groups_are_no_all_to_all() -> None:
+    """Of the part of one rank another one would get all or nothing."""
+    torch.manual_seed(0)
+    model, x = InGroups(), torch.randn(2, 4)
+    program = zerofx.capture(model, (), {"x": x})
+    chosen = {"fc1": "colwise/3", "fc2": "rowwise"}
+    cut, compared = compare(model, program, {"x": x}, Parallel(tensor=2, placements=chosen))
+    assert compared > 5 and {kind for *_, kind in sent(cut)} >= {"gather_values"}
 
 
 class Attends(nn.Module):
@@ -362,6 +447,32 @@ def test_what_cannot_be_cut_runs_whole_and_is_told(
     assert found == {
         "": {"swap_values": 4, "gather_values": 1}, "3": {"gather_values": 3}, "a": {},
     }[said[:1]]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("more", "heads", "length", "said"),
+    [
+        ({}, 4, 8, ""),
+        (
+            {},
+            2,
+            8,
+            "1 head left by Plan.parallel.tensor = 2 is not divided by Plan.parallel.context",
+        ),
+        ({}, 4, 7, "7 positions is not cut over Plan.parallel.context = 2, which does not"),
+        ({"sequence": True}, 4, 6, "6 positions is not cut over Plan.parallel.context = 2 x tens"),
+    ],
+)
+def test_what_two_axes_cannot_cut_is_told(
+    more: dict[str, Any], heads: int, length: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(1, length, 12, requires_grad=True)
+    program = zerofx.capture(Attends(heads), (x,), differentiate="all")
+    parallel = BOTH | more | {"placements": {"mix": "colwise/3"}}
+    plan = Plan(parallel=parallel, differentiate="all", kernels="aten")
+    verify(run(program, Setting(plan, 4, hardware_for("cpu", None)), until="place"))
+    told = told_by(caplog)
+    assert len(told) == bool(said) and said in "".join(told)
 
 
 @pytest.mark.parametrize(("length", "said"), [(8, ""), (6, "which twice does not divide it")])

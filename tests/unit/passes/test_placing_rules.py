@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # it registers operators
-from placed_ranks import together
+from placed_ranks import on_axes, together
 from torch import Tensor
 
 from zerofx import ops
 from zerofx.ir.meta import Hole, filled
 from zerofx.ir.placing import RULES, Operand, Way, WholeCall, ways
+from zerofx.ir.spec import Kind, spec_of_target
 from zerofx.layout.placements import Cut, P, Placement, R, fits, part
+from zerofx.plan.parts import Parallel
 from zerofx.runtime.graph_calls import GraphCalls
 
 aten = torch.ops.aten
@@ -317,6 +320,82 @@ def test_attention_that_cannot_be_cut_is_whole(target: Any, given: Any) -> None:
     assert all(way.needs[0] in (R, Cut(0)) for way in ways(call))
 
 
+# -- conversions over the tensor axis, of what is cut over the context axis -----------------------
+TABLE, GRAD_OF_IDS = rand(2, 6), rand(4, 8, 6)
+IDS = ids(4, 8)
+ELSEWHERE: list[tuple[Any, tuple[Any, ...]]] = [
+    (ops.reduce_values, (rand(4, 8), "tensor")),
+    (ops.summand, (rand(4, 8), "tensor")),
+    (ops.gather_values, (rand(4, 8), "tensor", 1, 1, 2)),
+    (ops.gather_values, (rand(8, 4), "tensor", 0, 2, 2)),
+    (ops.padded, (rand(4, 8), "tensor", 0, 1, 2)),
+    (ops.scatter_values, (rand(4, 16), "tensor", 1, 1, 2)),
+    (ops.scatter_values, (rand(16, 4), "tensor", 0, 2, 2)),
+    (ops.part, (rand(4, 16), "tensor", 1, 1, 2)),
+    (ops.swap_values, (rand(4, 16, 8), "tensor", 0, 1, 1, 1, 2)),
+    (ops.swap_values, (rand(4, 16, 8), "tensor", 2, 2, 1, 2, 2)),
+    (ops.reduce_joined, ([rand(4), rand(2, 3)], "tensor")),
+    (ops.embedding_rows, (TABLE, IDS, "tensor", 2)),
+    (ops.embedding_rows_backward, (GRAD_OF_IDS, IDS, "tensor", 2, 1)),
+    (ops.joined_value, (rand(10), 1, 4, [2, 3])),
+]  # fmt: skip
+BOTH = Parallel(tensor=2, context=RANKS)
+
+
+def of_rank(given: Any, rank: int) -> Any:
+    """Return what a rank of the tensor axis has in the place of these tensors; ids are the same."""
+    return [t if not t.is_floating_point() else t * (1 + rank) for t in given]
+
+
+def converted(target: Any, args: Any, engine: Any) -> Any:
+    with GraphCalls(engine).active(), torch.no_grad():
+        made = target(*args)
+        is_launch = spec_of_target(target).kind is Kind.LAUNCH
+        return ops.wait(made) if is_launch else made
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
+@pytest.mark.parametrize("number", range(len(ELSEWHERE)), ids=lambda n: f"{n} {ELSEWHERE[n][0]}")
+def test_what_is_converted_over_another_axis(number: int, zigzag: bool) -> None:
+    """Each rank of the context axis gets its part of what the tensor axis alone would give."""
+    target, given = ELSEWHERE[number]
+    args, tensors = holed(given)
+    parallel = replace(BOTH, attention="ring") if zigzag else BOTH
+    alone = Parallel(tensor=2)
+
+    def whole_of(rank: int, engine: Any) -> Any:
+        return converted(target, filled(args, of_rank(tensors, rank)), engine)
+
+    expected = on_axes(alone, whole_of)
+    seen: set[Way] = set()
+    for now in itertools.product(*(list(placements(t)) for t in tensors)):
+        operands = tuple(Operand(tuple(t.shape), n) for t, n in zip(tensors, now, strict=True))
+        call = WholeCall(
+            target, tuple(args), {}, operands, expected[0], RANKS, axis="context", zigzag=zigzag
+        )
+        for way in ways(call):
+            if way in seen:
+                continue
+            seen.add(way)
+
+            def mine(rank: int, engine: Any, way: Way = way) -> Any:
+                place = rank // 2
+                own = [
+                    laid(t, n, place, i, zigzag)
+                    for i, (t, n) in enumerate(
+                        zip(of_rank(tensors, rank % 2), way.needs, strict=True)
+                    )
+                ]
+                return converted(target, filled(args, own), engine)
+
+            found = on_axes(parallel, mine)
+            for rank in range(2):
+                got = together(found[rank::2], way.gives, zigzag)
+                torch.testing.assert_close(got, expected[rank], msg=lambda m, w=way: f"{w}: {m}")
+    assert len(seen) > 1, "every rank does all of it"
+
+
 def test_every_rule_has_a_case() -> None:
-    tested = {target for target, _ in CASES} | {str(target) for target, _ in CASES}
+    cases = [target for target, _ in (*CASES, *ELSEWHERE)]
+    tested = {*cases, *map(str, cases)}
     assert not RULES.keys() - tested, RULES.keys() - tested

@@ -25,7 +25,7 @@ def on_ranks(ranks: int, body: Any) -> tuple[list[Any], list[int]]:
     def run(rank: int) -> Any:
         return body(SimpleNamespace(world=SimpleNamespace(axis=lambda name: axes[rank])), rank)
 
-    results = on_threads(ranks, meeting, run)
+    results = on_threads(ranks, [meeting], run)
     return results, [sum(axis.sent) for axis in axes]
 
 

@@ -13,6 +13,7 @@ from models import CASES
 from mutants import (
     BASES,
     CONTEXT_BASES,
+    CROSSED_BASES,
     MASKED_BASES,
     PLACED_BASES,
     RING_BASES,
@@ -117,6 +118,31 @@ def test_of_sequences_that_are_cut() -> None:
         found.add(mutant)
     assert found.total("harmful refused") > 8 and found.total("harmless accepted") > 2
     check(found, 0.1)
+
+
+def test_of_layers_and_sequences_that_are_cut() -> None:
+    """Collectives over the one axis in the place of the other, too.
+
+    To gather twice what the largest logits are taken of changes nothing, and is refused.
+    """
+    found = Tally()
+    left_out = ("wrong_joined", "sum_another", "reduce_early", "reduce_apart", "double_conversion")
+    kinds = [k for k in (*HARMFUL, *HARMLESS) if k.__name__ not in left_out]
+    for mutant in generate(len(kinds), 3, CROSSED_BASES[:1], kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 8 and found.total("harmless accepted") > 2
+    check(found, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(270, 272))
+def test_of_layers_and_sequences_that_are_cut_many(seed: int) -> None:
+    found = Tally()
+    kinds = [k for k in PLACED if not k.__name__.startswith(("wrong_joined", "sum_another"))]
+    for mutant in generate(3 * len(kinds), seed, CROSSED_BASES, kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 20
+    check(found, 0.1, strays_by=1.65)
 
 
 def test_of_rings_of_attention() -> None:
