@@ -197,6 +197,11 @@ class Call:
         numbers = tuple(i for i, v in enumerate(leaves) if type(v) in (int, float))
         return cls(names, leaves, spec, tensors, numbers)
 
+    @property
+    def ignored(self) -> tuple[int, ...]:
+        """The numbers of the leaves that are parameters which the plan ignores."""
+        return tuple(i for i in self.tensors if self.names[i].startswith(f"{KEYWORD}."))
+
     def varied(self, numbers: Mapping[int, Any]) -> Call:
         """Return the call with the given leaves replaced by other numbers."""
         leaves = [numbers.get(i, leaf) for i, leaf in enumerate(self.leaves)]

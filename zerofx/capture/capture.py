@@ -385,6 +385,7 @@ def make_calling(call: Call, results: Results) -> Calling:
         differentiable=results.differentiable,
         detached=results.detached,
         dropped=results.dropped,
+        ignored=call.ignored,
     )
 
 

@@ -87,7 +87,9 @@ _STAGE = schema.record(
         "sums": schema.mapping(_TEXT, schema.anything),
         "num_leaves": _COUNT,
         "num_outputs": _COUNT,
-    }
+    },
+    handed=schema.sequence(_WIRE),  # missing in directories of earlier versions
+    written=schema.mapping(_TEXT, _COUNT),  # the same
 )
 FACTS = schema.record(
     {
@@ -235,6 +237,8 @@ def _stage(stage: Stage) -> dict[str, Any] | None:
         "size": stage.size,
         "wires": list(map(_wire, stage.wires)),
         "results": list(map(_wire, stage.results)),
+        "handed": list(map(_wire, stage.handed)),
+        "written": dict(stage.written),
         "trained": list(stage.trained),
         "captured": dict(stage.captured),
         "sums": dict(stage.sums),
@@ -263,7 +267,7 @@ def read_stage(said: dict[str, Any] | None) -> Stage:
         fields = {k: v for k, v in row.items() if k != "spec"}
         return Wire(value=made, lies=Placed(R, tuple(shape)), **fields)
 
-    lists = {k: tuple(map(wire, said[k])) for k in ("wires", "results")}
+    lists = {k: tuple(map(wire, said.get(k, ()))) for k in ("wires", "results", "handed")}
     sums = {name: _sum(row, name) for name, row in said["sums"].items()}
     return Stage(**{**said, **lists, "trained": tuple(said["trained"]), "sums": sums})
 

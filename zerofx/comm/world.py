@@ -214,13 +214,20 @@ class World:
 
     @property
     def copy_size(self) -> int:
-        """The number of ranks that together hold one copy of the model: all axes but replicate."""
-        return self.size // self.replicate_size
+        """The number of ranks that together hold one copy of the model, or of a pipeline stage."""
+        return self.shard_size * self.mesh.along("tensor")
 
     @property
     def copy_rank(self) -> int:
         """The index of this rank among these; the tensor axis varies fastest."""
         return self.rank % self.copy_size
+
+    @property
+    def alike(self) -> range:
+        """The ranks that hold the same as this one: those along the replicate axis."""
+        stride = self.mesh.stride("replicate")
+        first = self.rank - self.replicate_rank * stride
+        return range(first, first + self.replicate_size * stride, stride)
 
     def axis(self, name: str) -> Axis:
         """Return one axis of the mesh, with its collectives."""

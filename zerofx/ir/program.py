@@ -120,6 +120,7 @@ class Calling:
     dropped: names of omitted outputs of unknown types (a KV cache).
     left: changes that each call makes to attributes that forward does not read; each has
         `apply(model)`.
+    ignored: numbers of the leaves that are parameters which the plan ignores.
     """
 
     in_spec: TreeSpec
@@ -132,6 +133,7 @@ class Calling:
     detached: tuple[int, ...] = ()
     dropped: tuple[str, ...] = ()
     left: tuple[Any, ...] = ()
+    ignored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -245,17 +247,20 @@ class Stage:
     wires: all of the pipeline, in the order in which each stage sends and takes them. captured:
     label -> digest of each output of the whole program. sums: for a parameter that several stages
     may hold, its captured gradient as the sum of what these stages have.
-    results: the user's outputs, each with the stage that makes it. trained: the parameters that any
-    stage has gradients for. num_leaves, num_outputs: how many the user's call has; those of wires
-    are numbered from there. saved_bytes: what each stage of the same rank saves of a micro-batch,
-    in order. resident_bytes: bucket -> its copy that one of these keeps gathered between steps.
-    Both are empty until all of the rank's stages are known.
+    results: the user's outputs, each with the stage that makes it; handed: the gradients of ignored
+    parameters, likewise. written: buffer -> the stage whose forward updates it. trained: the
+    parameters that any stage has gradients for. num_leaves, num_outputs: how many the user's call
+    has; those of wires are numbered from there. saved_bytes: what each stage of the same rank saves
+    of a micro-batch, in order. resident_bytes: bucket -> its copy that one of these keeps gathered
+    between steps. Both are empty until all of the rank's stages are known.
     """
 
     position: int = 0
     size: int = 1
     wires: tuple[Wire, ...] = ()
     results: tuple[Wire, ...] = ()
+    handed: tuple[Wire, ...] = ()
+    written: Mapping[str, int] = field(default_factory=dict)
     trained: tuple[str, ...] = ()
     captured: Mapping[str, str] = field(default_factory=dict)
     sums: Mapping[str, Sum] = field(default_factory=dict)

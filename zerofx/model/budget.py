@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import asdict
 from itertools import zip_longest
 
 from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.micro import calls_of, loop_of
 from zerofx.analysis.memory.storage import forward_slots
 from zerofx.ir.program import Loop, Planned, Pool
 from zerofx.model.allocations import compiled_regions
@@ -38,15 +38,29 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
     return ADDING if known.accumulation > 1 or engine.store.grads.are_shown else known
 
 
-def fits(program: Planned, loop: Loop) -> bool:
-    """Return whether a training program stays within its budget in such a loop."""
+def fits(program: Planned) -> bool:
+    """Return whether a training program stays within its budget in its loop."""
     budget = program.plan.memory_budget
-    return budget is None or _peak_bytes(program, loop) <= budget
+    return budget is None or _peak_bytes(program) <= budget
 
 
-def _peak_bytes(program: Planned, loop: Loop) -> int:
+def holds_in(program: Planned, calls: Loop) -> bool:
+    """Return whether a program stays within its budget in a loop of so many calls.
+
+    If so, it is the program's loop from now on.
+    """
+    if calls_of(program) >= calls.accumulation:
+        return True
+    before, program.loop = program.loop, loop_of(program, calls)
+    if not fits(program):
+        program.loop = before
+        return False
+    return True
+
+
+def _peak_bytes(program: Planned) -> int:
     """Return a rank's peak memory in bytes, with the regions as they were compiled."""
-    return memory(program, compiled=compiled_regions(program), **asdict(loop)).peak_bytes
+    return memory(program, compiled=compiled_regions(program)).peak_bytes
 
 
 def slots_of(program: Planned) -> Pool:
@@ -73,14 +87,14 @@ def excess_bytes(program: Planned) -> int:
     budget = budget_bytes(program.plan)
     if budget is None or not program.is_training or program.plan.kernels == "aten":
         return 0
-    return max(0, _peak_bytes(program, program.loop) - budget)
+    return max(0, _peak_bytes(program) - budget)
 
 
 def margin_for(program: Planned, excess: int) -> int:
     """Return the margin to leave in the budget, so that the solver finds a smaller program."""
     budget = budget_bytes(program.plan)
     assert budget is not None
-    return budget - memory(program, **asdict(program.loop)).peak_bytes + excess
+    return budget - memory(program).peak_bytes + excess
 
 
 def warn_of_regions(program: Planned) -> None:
@@ -105,7 +119,7 @@ def _warn(program: Planned, why: str, way_out: str) -> None:
     budget = program.plan.memory_budget
     if budget is None or not program.is_training:
         return
-    peak = _peak_bytes(program, program.loop)
+    peak = _peak_bytes(program)
     if peak > budget:
         log.warning(
             "memory_budget: %s %s takes %s (%d bytes) per rank of a budget of %s. %s",

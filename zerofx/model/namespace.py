@@ -30,13 +30,20 @@ from zerofx.compat.modules import (
     intercept,
     own_buffers,
 )
-from zerofx.errors import CaptureError, GradientError, PlanError, ShardError, as_sentence
+from zerofx.errors import (
+    BudgetError,
+    CaptureError,
+    GradientError,
+    PlanError,
+    ShardError,
+    as_sentence,
+)
 from zerofx.ir.program import Planned
 from zerofx.layout.buckets import Layout
 from zerofx.model import islands
 from zerofx.model.full_state import sharded_state_of
 from zerofx.model.islands import Island
-from zerofx.model.programs import Programs, ProgramTable, load_directory
+from zerofx.model.programs import Bound, Programs, ProgramTable, load_directory
 from zerofx.passes.order import Setting
 from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.plan.parts import LossScale, Parallel
@@ -389,20 +396,46 @@ class Namespace:
         pieces = [(args, kwargs)]
         if torch.is_grad_enabled():
             pieces = micro_batches(args, kwargs, self.plan.parallel)
+        ignored = self._ignored_of(entry)
+        pieces = [(args, with_ignored(kwargs, ignored)) for args, kwargs in pieces]
         state, turns = self.table.state(entry), range(self.plan.parallel.interleave)
+        stages: list[Bound] = []
+        failure: BudgetError | None = None
         try:
-            stages = [
+            stages += [
                 self.table.find(
                     (signature_key(state, *pieces[0]), self._handles(entry), turn), *pieces[0]
                 )
                 for turn in turns
             ]
+        except BudgetError as error:
+            failure = error
         except Exception as error:
             shorten(error)
             if isinstance(error, CaptureError) and len(pieces) > 1:
                 raise CaptureError(f"{error}\n{_what_is_cut(args, kwargs, len(pieces))}") from error
             raise error  # not a bare raise, which Python 3.10 gives the traceback from before
+        if self.plan.memory_budget is not None:
+            self._agree_on_budget(failure)
         return stages[0].run(pieces, stages)
+
+    def _agree_on_budget(self, failure: BudgetError | None) -> None:
+        """Raise on all ranks if the program of a pipeline stage does not meet the budget.
+
+        failure: the error of this rank's stage. Each stage has a program of its own, and one may
+            fit where another does not.
+
+        Raises:
+            BudgetError: the error of the stage that needs the most.
+        """
+        mine = "" if failure is None else f"{failure.least_bytes} {failure}".replace(";", ",")
+        what = f"budget of {self.original.kind.__name__}'s pipeline stages"
+        said = self.world.agree_but_for(what, "", f"unmet={mine}")
+        unmet = [each.partition("=")[2].partition(" ") for each in said]
+        failed = [(int(needed), text) for needed, _, text in unmet if needed]
+        if failed:
+            needed, text = max(failed)
+            raise BudgetError(text, needed) from failure
 
     def _ignored_of(self, entry: Entry) -> tuple[IgnoredPlace, ...]:
         """Return the parameters that the programs of an entry take as inputs."""

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from zerofx.analysis.memory.micro import calls_of, loop_of
 from zerofx.analysis.memory.standing import with_other_stages
 from zerofx.capture import call as trees
 from zerofx.capture import capture
@@ -45,6 +46,7 @@ from zerofx.model.budget import (
     can_accumulate,
     excess_bytes,
     fits,
+    holds_in,
     joined,
     loop_so_far,
     margin_for,
@@ -171,6 +173,9 @@ def own_stage(program: Planned) -> OwnStage:
         taken={graph: tuple(map(crossing, stage.taken(graph))) for graph in graphs},
         sent={graph: tuple(map(crossing, stage.sent(graph))) for graph in graphs},
         results=tuple(map(crossing, stage.results)),
+        handed=tuple(map(crossing, stage.handed)),
+        written=dict(stage.written),
+        follows_first=program.plan.buffers == "rank0",
         trained=stage.trained,
         shared={n: held[n] for n in stage.trained if len(held[n]) > 1},
         loss=program.calling.loss,
@@ -477,7 +482,9 @@ class ProgramTable:
                 try:
                     bound = self.compile(key, args, kwargs, setting, own)
                 except BaseException as error:  # Ctrl-C and sys.exit too: others wait for this
-                    self._engine.world.report_failure(repr(error))
+                    is_agreed_on = setting.plan.parallel.pipeline > 1  # later, by all stages
+                    if not (is_agreed_on and isinstance(error, BudgetError)):
+                        self._engine.world.report_failure(repr(error))
                     raise
             bound.last_use = next(self._uses)
         self._setting = setting
@@ -513,17 +520,17 @@ class ProgramTable:
             return True
         hints = program.sizes.hints
         is_smaller = all(size <= hints[name] for name, size in sizes.items())
-        return is_smaller or fits(with_sizes(program, sizes), program.loop)
+        return is_smaller or fits(with_sizes(program, sizes))
 
     def _holds(self, program: Planned, loop: Loop) -> bool:
         """Return whether a program stays within its budget in a loop; if so, record the loop.
 
         Adopted programs are not checked.
         """
-        if program.loop.accumulation < loop.accumulation:
-            if program.signature not in self._adopted and not fits(program, loop):
-                return False
-            program.loop = loop
+        if program.signature not in self._adopted:
+            return holds_in(program, loop)
+        if calls_of(program) < loop.accumulation:
+            program.loop = loop_of(program, loop)
         return True
 
     def compile(

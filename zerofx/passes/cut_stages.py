@@ -225,27 +225,25 @@ def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
     """
     specs = program.outputs[name]
     for spec in specs:
-        if spec.role in (Role.BUFFER_UPDATE, Role.INPUT_UPDATE):
-            what = "buffer" if spec.role is Role.BUFFER_UPDATE else "input"
-            if not program.is_training:
-                raise CaptureError(
-                    f"{program.model_name}: forward writes to the {what} {spec.name or spec.index} "
-                    "in an evaluation. With Plan.parallel.pipeline above 1 each stage has some of "
-                    "the layers, and the others would not see it. Return the new value instead, "
-                    "or use pipeline = 1."
-                )
+        if spec.role is Role.INPUT_UPDATE:
             raise CaptureError(
-                f"{program.model_name}: forward writes to the {what} {spec.name}, as BatchNorm "
-                "does to its running statistics, and with Plan.parallel.pipeline above 1 it runs "
-                "on a part of the batch at a time. Use layers without running statistics, or "
-                "pipeline = 1."
+                f"{program.model_name}: forward writes to the input {spec.name or spec.index}. "
+                "With Plan.parallel.pipeline above 1 each stage has some of the layers, and the "
+                "others would not see it. Return the new value instead, or use pipeline = 1"
             )
-        if spec.role is Role.INPUT_GRAD:
+        if spec.role is Role.INPUT_GRAD and spec.index not in program.calling.ignored:
             raise CaptureError(
                 f"{program.model_name}: input {spec.index} requires a gradient, which a pipeline "
                 "does not hand out. Detach it, or use pipeline = 1."
             )
     if not program.has_loss_outside:
+        if program.is_training and program.plan.precision.loss_scale == "external":
+            raise CaptureError(
+                f"{program.model_name}: forward returns the loss, so that with "
+                "Plan.parallel.pipeline above 1 a call runs its backwards, before GradScaler "
+                "scales it (Plan.precision.loss_scale = 'external'). Let zerofx scale it "
+                "(loss_scale='dynamic'), or compute the loss outside of forward"
+            )
         return
     if schedule != "gpipe":
         raise CaptureError(
@@ -265,7 +263,9 @@ def check_results(program: Planned, name: str) -> None:
     Raises:
         CaptureError: names the result.
     """
-    given = [n for n in program.placeholders(name, Role.INPUT) if shape_of(value(n))]
+    ignored = program.calling.ignored
+    inputs = program.placeholders(name, Role.INPUT)
+    given = [n for n in inputs if shape_of(value(n)) and info(n).index not in ignored]
     rows = len(value(given[0])) if given else 0
     if rows == 1:
         raise CaptureError(
@@ -359,6 +359,11 @@ class Cutting:
         self.grads = {  # (parameter, position) -> the summands of its gradient there
             key: nodes for spec, r in self.results for key, nodes in self._gradients(spec, r)
         }
+        self.written = {
+            spec.name: self._writer(r) for spec, r in self.results if _is_update(spec, r)
+        }
+        if self.written:
+            self._check_written()
 
     def _dependent(self) -> set[fx.Node]:
         """Return the nodes that depend on the gradient of the loss."""
@@ -462,6 +467,32 @@ class Cutting:
             return position in self.lies[node]
         return self.stage[node] <= position
 
+    def _writer(self, node: fx.Node) -> int:
+        """Return the stage that writes a value to a buffer: that of the layer which makes it."""
+        if node in self.lies:
+            return self.lies[node][0]
+        own = self._own(node)
+        return self.stage.get(node, self.size - 1 if own is None else own)
+
+    def _check_written(self) -> None:
+        """Raise if a stage reads a buffer that another one writes to.
+
+        Raises:
+            CaptureError: names the buffer and both stages.
+        """
+        held = {info(n).name: n for n in self.program.placeholders(self.name, Role.BUFFER)}
+        for position in range(self.size):
+            *_, sent = self._wires(position)
+            needed = self._needed(position, sent)
+            for buffer, at in self.written.items():
+                if at != position and held.get(buffer) in needed:
+                    raise CaptureError(
+                        f"{self.program.model_name}: pipeline stage {at} writes to the buffer "
+                        f"{buffer}, which stage {position} reads, and with Plan.parallel.pipeline "
+                        "above 1 they run at different times. Choose Plan.parallel.cuts so that "
+                        "both are in one stage"
+                    )
+
     # -- what crosses -------------------------------------------------------------------------
     def _receive(self, node: fx.Node) -> None:
         """Send the inputs of a node that another stage computes to the node's stage."""
@@ -563,17 +594,10 @@ class Cutting:
         program.graphs[self.name] = LazyGraphModule(program.graphs[self.name], graph)
         program.outputs[self.name] = tuple(specs)
         trained = tuple(s.name for s, r in self.results if s.role is Role.GRAD and r is not None)
-        owners = tuple(
-            Wire(
-                s.name, self.stage.get(r, self.size - 1), -1, FORWARD, s.index, s.index,
-                value(r), str(self.numbering.of[r]),
-            )
-            for s, r in self.results
-            if s.role is Role.OUTPUT
-        )  # fmt: skip
         program.stage = Stage(
-            position, self.size, tuple(wires), owners, trained, self._captured(), self._shared(),
-            *self._counts(program),
+            position, self.size, tuple(wires), self._made(Role.OUTPUT, FORWARD),
+            self._made(Role.INPUT_GRAD, BACKWARD), self.written, trained, self._captured(),
+            self._shared(), *self._counts(program),
         )  # fmt: skip
         rank = position % self.parallel.pipeline  # it holds what its other stages read as well
         whole = self.program.reference
@@ -582,6 +606,24 @@ class Cutting:
         }
         self._take_reference(program, whole, wires, position)
         program.signature = f"{self.program.signature}:{position}"  # no other stage stands for it
+
+    def _made(self, role: Role, graph: str) -> tuple[Wire, ...]:
+        """Return the user's results of one role, each with the stage that makes it."""
+        return tuple(
+            Wire(
+                s.name, self.stage.get(r, self.size - 1), -1, graph, s.index, s.index, value(r),
+                str(self.numbering.of[r]),
+            )
+            for s, r in self.results
+            if s.role is role and isinstance(r, fx.Node)
+        )  # fmt: skip
+
+    def _is_made(self, spec: OutputInfo, result: Any, position: int) -> bool:
+        """Return whether a stage makes an output, an update of a buffer, or an input's gradient."""
+        if _is_update(spec, result):
+            return self.written[spec.name] == position
+        is_handed = spec.role in (Role.OUTPUT, Role.INPUT_GRAD) and isinstance(result, fx.Node)
+        return is_handed and self.stage.get(result, self.size - 1) == position
 
     def _captured(self) -> dict[str, str]:
         whole = self.program.reference
@@ -659,10 +701,7 @@ class Cutting:
         stack = [n for n in own if n not in self.sums]
         stack += [n for _, n in sent]
         stack += [n for (_, at), nodes in self.grads.items() if at == position for n in nodes]
-        stack += [
-            r for s, r in self.results
-            if s.role is Role.OUTPUT and self.stage.get(r, self.size - 1) == position
-        ]  # fmt: skip
+        stack += [r for s, r in self.results if self._is_made(s, r, position)]
         found: set[fx.Node] = set()
         while stack:
             node = stack.pop()
@@ -701,7 +740,7 @@ class Cutting:
             results.append(result)
 
         for spec, r in self.results:
-            if spec.role is Role.OUTPUT and self.stage.get(r, self.size - 1) == position:
+            if spec.role is not Role.INPUT_GRAD and self._is_made(spec, r, position):
                 add(spec.role, spec.name, spec.index, env[r])
         for (kind, node), output in sent.items():
             if kind == FORWARD:
@@ -710,6 +749,9 @@ class Cutting:
             if spec.role is Role.GRAD and position in self.program.params[spec.name].positions:
                 summands = self.grads.get((spec.name, position), [])
                 add(Role.GRAD, spec.name, spec.index, _sum(graph, [env[n] for n in summands]))
+        for spec, r in self.results:
+            if spec.role is Role.INPUT_GRAD and self._is_made(spec, r, position):
+                add(spec.role, spec.name, spec.index, env[r])
         for (kind, node), output in sent.items():
             if kind == BACKWARD:
                 add(Role.INPUT_GRAD, f"to_earlier_{node.name}", output, env[node])
@@ -735,6 +777,11 @@ class Cutting:
                 outputs[label] = expected
         values = whole.values | {expected[:SHORT] for expected in outputs.values()}
         program.reference = Reference(outputs, values)
+
+
+def _is_update(spec: OutputInfo, result: Any) -> bool:
+    """Return whether a result is the new value of a buffer."""
+    return spec.role is Role.BUFFER_UPDATE and isinstance(result, fx.Node)
 
 
 def _sum(graph: fx.Graph, summands: list[fx.Node]) -> fx.Node | None:

@@ -213,11 +213,14 @@ def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
     how = {"auto": "with activations recomputed and nothing prefetched"}.get(
         str(plan.activations), f"with activations={plan.activations!r} and nothing kept gathered"
     )
+    stage, who = program.stage, program.model_name
+    if stage.size > 1:
+        who = f"pipeline stage {stage.position} of {who}"
     if program.loop.accumulation > 1:
         how += ", gradients of earlier micro-batches held"
     more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
     return BudgetError(
-        f"memory_budget: {program.model_name} needs {format_bytes(needed)} "
+        f"memory_budget: {who} needs {format_bytes(needed)} "
         f"({needed} bytes) per rank at stage {plan.stage} {how}, optimizer states of AdamW "
         f"included, but the budget is {format_bytes(plan.memory_budget)}. The "
         f"largest holders at that peak are {names}. Raise the budget to that value, "

@@ -141,7 +141,10 @@ PLACE: list[Make] = [
     # after both, which replace gathers: what is still exact and over the shard axis has two steps
     lambda s: Hierarchical(enabled=s.plan.hierarchical_size is not None),
     # running statistics are broadcast from rank 0
-    lambda s: SyncBuffers(enabled=s.plan.buffers == "rank0" and s.world_size > 1),
+    # A pipeline shares them once per call, when its micro-batches are through.
+    lambda s: SyncBuffers(
+        enabled=s.plan.buffers == "rank0" and s.world_size > 1 and s.plan.parallel.pipeline == 1
+    ),
     lambda s: Release(),
     # after release: moving a launch requires knowing when its buffer is free again
     lambda s: PrefetchGathers(distance=distance(s)),

@@ -191,13 +191,21 @@ def resume(program: Planned, setting: Setting, after: str, until: str | None = N
     """Run the passes that follow the one named `after`, on a program that was run up to it.
 
     For pricing alone: nothing is proved or recorded. The passes before must be those that `setting`
-    would have run. until: the last pass to run; None runs all that are left.
+    would have run. until: the last pass to run; None runs all that are left. A memory budget is
+    decided if these include all that follow its decision.
     """
-    passes = build(setting).passes
-    names = [p.name for p in passes]
+    pipeline = build(setting)
+    names, decided = [p.name for p in pipeline.passes], len(pipeline.prepare)
+    first = names.index(after) + 1
     last = len(names) if until is None else names.index(until) + 1
     program = _begun(program, setting)
-    for p in passes[names.index(after) + 1 : last]:
+    for p in pipeline.prepare[first:last]:
+        _apply(program, p, Proof.NONE)
+    if first <= decided < last and _has_budget(program):
+        choices = decide_budget(program, setting)
+        pipeline = build(replace(setting, choices=choices))
+        program.decisions = choices.decisions
+    for p in pipeline.passes[max(first, decided) : last]:
         _apply(program, p, Proof.NONE)
     if until is None:
         check_host_budget(program)

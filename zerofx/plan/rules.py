@@ -225,11 +225,22 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
                 plan.parallel.schedule == "zero-bubble" and plan.offload.is_used
             ),
             "host_budget": plan.host_budget is not None,
-            "memory_budget": plan.memory_budget is not None,
+            "schedule = 'interleaved' and memory_budget": (
+                plan.parallel.interleave > 1 and plan.memory_budget is not None
+            ),
             "update = 'in-backward'": plan.update == "in-backward",
-            "precision.loss_scale": plan.precision.loss_scale is not None,
-            "ignored_params": bool(plan.ignored_params),
+            # adding a slice to p.grad takes a copy in fp32, which memory does not count yet
+            "memory_budget and precision.reduce = 'fp16'": (
+                plan.memory_budget is not None and plan.precision.reduce == "fp16"
+            ),
         }
+        if plan.precision.loss_scale == "external" and plan.parallel.schedule != "gpipe":
+            yield (
+                f"Plan.parallel.schedule = {plan.parallel.schedule!r} contradicts "
+                "precision.loss_scale = 'external': a call of the model runs its backwards, before "
+                "GradScaler scales the loss. Let zerofx scale it (loss_scale='dynamic'), or use "
+                "schedule='gpipe' with a loss outside of forward"
+            )
     for axis, others in refused.items():
         for name, is_set in others.items():
             if is_set:

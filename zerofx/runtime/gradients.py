@@ -106,8 +106,9 @@ class Gradients:
 
     no_sync: sum on this rank only. discards: this backward runs for inputs alone, so that no
     parameter gets a gradient. leaves_sums: other backwards reduce what no_sync has summed, and this
-    one gives nothing for. asked: which get one otherwise; the p.grad of others stays as it is.
-    lends: memory is used again by later reductions.
+    one gives nothing for. is_part: the end of the pipeline's call that it belongs to looks for
+    overflows. asked: which get one otherwise; the p.grad of others stays as it is. lends: memory is
+    used again by later reductions.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Gradients:
         self.no_sync = False
         self.discards = False
         self.leaves_sums = False
+        self.is_part = False
         self.asked = EVERYTHING
         self._anchors: dict[tuple[str, ...], Anchor] = {}
         self.lends = True
@@ -337,11 +339,18 @@ class Gradients:
                 param.grad = before.get(name)
 
     @torch.no_grad()
-    def hand_out(self, names: Sequence[str], grads: Mapping[str, Tensor], scale: Tensor) -> None:
+    def hand_out(
+        self, names: Sequence[str], grads: Mapping[str, Tensor], scale: Tensor, overflows: bool
+    ) -> bool:
         """Add separately kept gradients, times `scale` [], to the p.grad of `names`.
 
         If this rank holds no elements of a parameter, its p.grad is empty, like the parameter.
+
+        overflows: some rank has found an inf or NaN in what the loss scale had multiplied. Return
+            whether they were added: a step that overflowed has no gradients.
         """
+        if self.scaler is not None and self._settle_scale(self.scaler, overflows):
+            return False
         is_one = scale.device.type == "cpu" and scale.item() == 1.0
         for name in names:
             param, piece = self._store.params[name], self._store.pieces[name]
@@ -355,6 +364,7 @@ class Gradients:
             else:
                 piece.local(param.grad).add_(piece.local(made))
         self._note_arrived(frozenset(names))
+        return True
 
     def _publish(self, bucket: int, names: frozenset[str]) -> None:
         """Set p.grad of these parameters."""
@@ -387,8 +397,8 @@ class Gradients:
             return
         if not self.leaves_sums:
             self._reduce_left()
-        if self.scaler is not None:
-            self._look_for_overflow(self.scaler)
+        if self.scaler is not None and not self.is_part:
+            self._settle_scale(self.scaler, self.has_overflowed())
 
     @torch.no_grad()
     def _reduce_left(self) -> None:
@@ -404,15 +414,25 @@ class Gradients:
             self.store(self.reduce(buffer, bucket, scale).wait(), bucket)
 
     @torch.no_grad()
-    def _look_for_overflow(self, scaler: LossScaler) -> None:
-        """Tell all ranks if any of them has found an inf or NaN; if so, drop every p.grad."""
-        flag = scaler.take_flag()
+    def has_overflowed(self) -> bool:
+        """Return whether any rank has found an inf or NaN since this was last asked.
+
+        A collective call if the loss is scaled.
+        """
+        if self.scaler is None:
+            return False
+        flag = self.scaler.take_flag()
         self._world.all_reduce(flag, label="check of the loss scale for overflow").wait()
-        scaler.note_backward(bool(flag.item()))
+        return bool(flag.item())
+
+    def _settle_scale(self, scaler: LossScaler, overflows: bool) -> bool:
+        """Note the end of a backward; if one of this step overflowed, drop every p.grad: True."""
+        scaler.note_backward(overflows)
         if scaler.has_overflowed:
             self._sums.drop()
             for param in self._store.params.values():
                 param.grad = None
+        return scaler.has_overflowed
 
     @property
     def holds_sums(self) -> bool:

@@ -22,6 +22,7 @@ from zerofx.comm.collectives import Axis, Work
 from zerofx.compat.autograd import will_run
 from zerofx.errors import GradientError
 from zerofx.policy.schedules import BACKWARD, FORWARD, Hop
+from zerofx.runtime.buffers import share_between_stages
 from zerofx.runtime.step import Executable
 
 
@@ -44,11 +45,13 @@ class Parcel:
 class OwnStage:
     """What a rank knows of a pipeline stage of its own, and of all that crosses between stages.
 
-    taken, sent: what this stage's graphs receive and send. results: the user's outputs.
-    trained: parameters that some stage has gradients for. shared: those among them that several
-    ranks hold, with the positions of these. loss: the output that is differentiated, None if the
-    caller computes the loss; `constant` are then the results that need no gradient. puts_off:
-    gradients are summed on each rank, and reduced with the last micro-batch's.
+    taken, sent: what this stage's graphs receive and send. results: the user's outputs. handed: the
+    gradients of ignored parameters. written: buffer -> the stage that updates it. follows_first:
+    all ranks then take the values of the stage's first rank. trained: parameters that some stage
+    has gradients for. shared: those among them that several ranks hold, with the positions of
+    these. loss: the output that is differentiated, None if the caller computes the loss; `constant`
+    are then the results that need no gradient. puts_off: gradients are summed on each rank, and
+    reduced with the last micro-batch's.
     """
 
     position: int
@@ -56,6 +59,9 @@ class OwnStage:
     taken: Mapping[str, tuple[Parcel, ...]]
     sent: Mapping[str, tuple[Parcel, ...]]
     results: tuple[Parcel, ...]
+    handed: tuple[Parcel, ...]
+    written: Mapping[str, int]
+    follows_first: bool
     trained: tuple[str, ...]
     shared: Mapping[str, tuple[int, ...]]
     loss: int | None
@@ -69,8 +75,9 @@ class _TrainingStep:
     """A training step under way: what it runs on, and what stands between its moves.
 
     results: the user's outputs of all micro-batches, as far as they are there. rest: the moves that
-    are left, once these are handed out. grads: their gradients. writes: the number of writes to
-    parameters before it. number: of the step, by which ranks agree whose backward runs.
+    are left, once these are handed out. grads: their gradients. handed: the sums of the gradients
+    of ignored parameters, by leaf. writes: the number of writes to parameters before it. number: of
+    the step, by which ranks agree whose backward runs.
     """
 
     micro_batches: Sequence[list[Any]]
@@ -78,6 +85,7 @@ class _TrainingStep:
     number: int = 0
     results: dict[Parcel, Tensor] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
+    handed: dict[int, Tensor] = field(default_factory=dict)
     rest: Iterator[None] | None = None
     writes: int = 0
     saved: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
@@ -89,6 +97,19 @@ class _TrainingStep:
     @property
     def num(self) -> int:
         return len(self.micro_batches)
+
+
+@dataclass
+class _Made:
+    """The gradients that a training step has made, until a backward hands them out.
+
+    params: by name. handed: those of ignored parameters, in the order of `OwnStage.handed`.
+    overflows: some rank has found an inf or NaN in what the loss scale had multiplied.
+    """
+
+    params: dict[str, Tensor]
+    handed: list[Tensor]
+    overflows: bool
 
 
 Moves = Callable[["PipelineRun"], Iterator[None] | None]
@@ -150,9 +171,10 @@ class PipelineRun:
         self.executable.compare_inputs(micro_batches)
         if not contract.is_training:
             return self._infer(micro_batches[0])
+        ignored = [micro_batches[0][each.leaf] for each in self.part.handed]
         if self.part.loss is None:
-            return list(_HalfTrained.apply(self, micro_batches, self._anchor.output))
-        return [_Trained.apply(self, micro_batches, self._anchor.output)]
+            return list(_HalfTrained.apply(self, micro_batches, self._anchor.output, *ignored))
+        return [_Trained.apply(self, micro_batches, self._anchor.output, *ignored)]
 
     def _gather_again(self, choices: set[str]) -> None:
         """Gather again the resident buckets that are stale on any rank of this stage."""
@@ -181,6 +203,7 @@ class PipelineRun:
                 if result.source in outs:
                     made = outs[result.source][self._leaves[result.source][result.output]]
                 found.append(self._share(result, made, result.shape))
+            self._share_buffers()
         self._step = None
         self._engine.world.level()
         return found
@@ -195,12 +218,20 @@ class PipelineRun:
         self._axis.broadcast(_bytes(box), source, f"output {result.name}").wait()
         return box
 
-    def train(self, micro_batches: Sequence[list[Any]]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _share_buffers(self) -> None:
+        """Give the buffers that each stage has updated to all of them."""
+        held, written = self.executable.buffers(), dict[int, list[Tensor]]()
+        for name, position in self.part.written.items():
+            written.setdefault(position, []).append(held[name])
+        share_between_stages(self._engine.world, written, self.part.follows_first)
+
+    def train(self, micro_batches: Sequence[list[Any]]) -> tuple[Tensor, _Made]:
         """Run a training step's forwards and backwards; return its loss and its gradients."""
         step = self._begun(micro_batches)
         moves = self._moves(step.num)
-        grads = self._with_gradients(step, lambda: moves(self))
-        return self._mean(step.losses, step.num), grads
+        made = self._with_gradients(step, lambda: moves(self))
+        self._share_buffers()
+        return self._mean(step.losses, step.num), made
 
     def train_forward(self, micro_batches: Sequence[list[Any]]) -> tuple[_TrainingStep, list[Any]]:
         """Run a training step's forwards; return the step, and the results of the whole batch."""
@@ -215,13 +246,12 @@ class PipelineRun:
             for result in self.part.results:
                 shape = step.num * result.shape[0], *result.shape[1:]
                 found.append(self._share(result, step.results.pop(result, None), shape))
+            self._share_buffers()
         self._step = None
         self._engine.world.level()
         return step, found
 
-    def train_backward(
-        self, step: _TrainingStep, grads: Sequence[Tensor | None]
-    ) -> dict[str, Tensor]:
+    def train_backward(self, step: _TrainingStep, grads: Sequence[Tensor | None]) -> _Made:
         """Run its backwards, given the gradients of the results; return the parameters'."""
         what = f"backward of {self.executable.contract.label}"
         self._engine.world.agree(what, f"{self._digest};step={step.number}")
@@ -251,22 +281,38 @@ class PipelineRun:
         left = num * len(self._stages)
         return _TrainingStep(micro_batches, seeds, self._num_begun, left=left)
 
-    def _with_gradients(
-        self, step: _TrainingStep, moves: Callable[[], object]
-    ) -> dict[str, Tensor]:
+    def _with_gradients(self, step: _TrainingStep, moves: Callable[[], object]) -> _Made:
         """Make moves that end a step; return the gradients of this rank's parameters."""
-        engine = self._engine
+        engine, gradients = self._engine, self._engine.gradients
         names = [n for n in self.part.trained if n in engine.store.params]
         self._step = step
         with self.executable.guard(step.micro_batches[0]), torch.no_grad():
-            with engine.gradients.apart(names) as found:
+            with gradients.apart(names) as found, self._in_parts():
                 moves()
                 self._finish_sending()
             grads = {n: g for n, g in zip(names, found, strict=True) if g is not None}
             self._add_shared(grads)
+            handed = [self._handed(step, each) for each in self.part.handed]
+            made = _Made(grads, handed, gradients.has_overflowed())
         self._step = None
         engine.world.level()
-        return grads
+        return made
+
+    @contextlib.contextmanager
+    def _in_parts(self) -> Iterator[None]:
+        """Let no backward inside look for overflows: other stages are not there yet."""
+        self._engine.gradients.is_part = True
+        try:
+            yield
+        finally:
+            self._engine.gradients.is_part = False
+
+    def _handed(self, step: _TrainingStep, parcel: Parcel) -> Tensor:
+        """Return an ignored parameter's gradient on all ranks of the pipeline, unscaled."""
+        total, scaler = step.handed.pop(parcel.leaf, None), self._engine.gradients.scaler
+        if total is not None and scaler is not None:
+            scaler.unscale(total.view(-1), total.view(-1))
+        return self._share(parcel, total, parcel.shape)
 
     # -- what a schedule calls ------------------------------------------------------------------
     def receive(self, name: str, micro_batch: int, source: int, target: int) -> None:
@@ -315,7 +361,7 @@ class PipelineRun:
     ) -> tuple[list[Tensor], dict[int, Tensor], int]:
         """Return a backward's saved values, its tangents as soon as they have come, its seed."""
         executable, part = self._stages[stage]
-        tangents = self._take(step, part.taken[BACKWARD], micro_batch)
+        tangents, scaler = dict[int, Tensor](), self._engine.gradients.scaler
         if part.loss in executable.contract.tangents:
             shape, _, dtype = executable.contract.tangents[part.loss]
             tangents[part.loss] = torch.full(
@@ -324,6 +370,9 @@ class PipelineRun:
         for result in part.results if part.loss is None else ():
             if result.source == stage and result.output in executable.contract.tangents:
                 tangents[result.output] = self._piece(step, result, micro_batch)
+        if scaler is not None:
+            tangents = scaler.begin(tangents)  # what other stages send is scaled
+        tangents |= self._take(step, part.taken[BACKWARD], micro_batch)
         return step.saved.pop((stage, micro_batch)), tangents, step.seeds[micro_batch][1]
 
     def _piece(self, step: _TrainingStep, result: Parcel, micro_batch: int) -> Tensor:
@@ -341,6 +390,16 @@ class PipelineRun:
         made = dict(zip(executable.contract.input_grads, grads, strict=True))
         for crossing in part.sent[BACKWARD]:
             step.made[crossing, micro_batch] = made[crossing.output]
+        for each in part.handed:
+            if each.source == stage:
+                self._sum_up(step, each.leaf, made[each.leaf])
+
+    def _sum_up(self, step: _TrainingStep, leaf: int, grad: Tensor) -> None:
+        """Add a micro-batch's gradient of an ignored parameter to those before."""
+        if leaf in step.handed:
+            step.handed[leaf].add_(grad)
+        else:
+            step.handed[leaf] = grad.clone(memory_format=torch.contiguous_format)
 
     @contextlib.contextmanager
     def _summing(self, step: _TrainingStep, stage: int, reduces: bool) -> Iterator[None]:
@@ -457,6 +516,8 @@ class PipelineRun:
         self._sending.clear()
         self._receiving.clear()
         self._step = None
+        if self._engine.gradients.scaler is not None:
+            self._engine.gradients.scaler.take_flag()  # of backwards that count for nothing
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -488,13 +549,23 @@ def _check_backward(run: PipelineRun, is_left: bool) -> None:
         )
 
 
+def _hand_out(run: PipelineRun, made: _Made, scale: Tensor) -> list[Tensor | None]:
+    """Set p.grad, times `scale` []; return the gradients of ignored parameters likewise."""
+    gradients = run._engine.gradients
+    if not gradients.hand_out(run.part.trained, made.params, scale, made.overflows):
+        return [None] * len(made.handed)
+    return [grad * scale for grad in made.handed]
+
+
 class _Trained(torch.autograd.Function):
     """A training step that has already run; its backward hands out the gradients."""
 
     @staticmethod
-    def forward(ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor, *ignored: Tensor
+    ) -> Tensor:
         try:
-            loss, ctx.grads = run.train(micro_batches)
+            loss, ctx.made = run.train(micro_batches)
         except BaseException:
             run.forget()
             raise
@@ -504,17 +575,18 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         run: PipelineRun = ctx.run
-        _check_backward(run, ctx.grads is not None)
-        grads, ctx.grads = ctx.grads, None
-        run._engine.gradients.hand_out(run.part.trained, grads, grad)
-        return None, None, None
+        _check_backward(run, ctx.made is not None)
+        made, ctx.made = ctx.made, None
+        return None, None, None, *_hand_out(run, made, grad)
 
 
 class _HalfTrained(torch.autograd.Function):
     """A training step whose forwards have run; its backward runs the backwards."""
 
     @staticmethod
-    def forward(ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor) -> Any:
+    def forward(
+        ctx: Any, run: PipelineRun, micro_batches: Any, anchor: Tensor, *ignored: Tensor
+    ) -> Any:
         try:
             ctx.step, found = run.train_forward(micro_batches)
         except BaseException:
@@ -532,9 +604,8 @@ class _HalfTrained(torch.autograd.Function):
         _check_backward(run, ctx.step is not None)
         step, ctx.step = ctx.step, None
         try:
-            found = run.train_backward(step, grads)
+            made = run.train_backward(step, grads)
         except BaseException:
             run.forget()
             raise
-        run._engine.gradients.hand_out(run.part.trained, found, torch.ones(()))
-        return None, None, None
+        return None, None, None, *_hand_out(run, made, torch.ones(()))

@@ -237,11 +237,10 @@ class _OwnPart(Job):
 
         The first to come claims it. If it does not finish in time, this one writes it too.
         """
-        world = self.world
+        world, alike = self.world, self.world.alike
         with suppress(FileExistsError):
-            os.mkdir(self.folder / f"{start}-of-{world.copy_rank}")
+            os.mkdir(self.folder / f"{start}-of-{alike[0]}")
             return False
-        alike = range(world.copy_rank, world.size, world.copy_size)
         others = [self.folder / f"{start}-{rank}" for rank in alike if rank != world.rank]
         deadline = time.monotonic() + _CLAIM_S
         while time.monotonic() < deadline:

@@ -34,10 +34,13 @@ def states_here(store: ShardStore, optimizer: Optimizer) -> dict[str, Any]:
     is_sharded = updates_of(optimizer) is not None
     if world.replicate_rank if is_sharded else world.rank:
         return {}  # another rank saves the same states
+    position = store.layout.position
     return {
         name: dict(optimizer.state[param])
         for name, param in store.params.items()
         if optimizer.state.get(param)
+        # the first pipeline stage that holds a parameter saves its states
+        and not (is_sharded and store.pieces[name].bucket.positions[0] != position)
     }
 
 

@@ -175,6 +175,15 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
+class Writing(Normed):
+    """Writes to its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x * 1)
+        x.add_(1)
+        return found
+
+
 class Returns(nn.Module):
     """Returns something besides logits that micro-batches do not make up."""
 
@@ -194,12 +203,26 @@ def capture_of(model: nn.Module, x: Tensor, size: int, cuts: Sequence[str] | str
     zerofx.rewrite(zerofx.capture(model, (x,)), plan, world_size=size)
 
 
+def test_each_stage_updates_the_buffers_of_its_layers() -> None:
+    captured = zerofx.capture(Normed(), (torch.randn(4, 4),))
+    plan = zerofx.Plan(kernels="aten", parallel={"pipeline": 2})
+    stages = [zerofx.rewrite(captured, plan, world_size=2, position=p) for p in range(2)]
+    for position, (block, program) in enumerate(zip("01", stages, strict=True)):
+        updated = {s.name for s in program.outputs["forward"] if s.role is Role.BUFFER_UPDATE}
+        assert updated == {
+            f"blocks.{block}.1.{name}"
+            for name in ("running_mean", "running_var", "num_batches_tracked")
+        }
+        assert {n for n, at in program.stage.written.items() if at == position} == updated
+    verify_stages(stages)
+
+
 def test_what_cannot_be_cut_is_named() -> None:
     ids = torch.randint(8, (2, 3))
     with pytest.raises(PlanError, match=r"reads embed.weight, which is in pipeline stage 0"):
         capture_of(Skipping(), ids, 2)
-    with pytest.raises(CaptureError, match="BatchNorm"):
-        capture_of(Normed(), torch.randn(4, 4), 2)
+    with pytest.raises(CaptureError, match=r"forward writes to the input x\. With"):
+        capture_of(Writing(), torch.randn(4, 4), 2)
     two = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with pytest.raises(CaptureError, match="forward returns no loss, and under"):
         capture_of(two, torch.randn(2, 4), 2)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from zerofx.errors import PlanError
-from zerofx.ir.program import BACKWARD, Planned
+from zerofx.ir.program import BACKWARD, Loop, Planned
 from zerofx.ir.spec import Kind, kind_of
 from zerofx.policy import reduction, schedules
 
@@ -94,6 +94,14 @@ def batches_per_call(program: Planned) -> int:
 def calls_of(program: Planned) -> int:
     """Return how many backwards the loop calls per step."""
     return max(1, program.loop.accumulation // batches_per_call(program))
+
+
+def loop_of(program: Planned, calls: Loop) -> Loop:
+    """Return the loop of a program whose model is called as `calls` says, one backward each.
+
+    A pipeline's program counts micro-batches, of which a call has several.
+    """
+    return replace(calls, accumulation=calls.accumulation * batches_per_call(program))
 
 
 def _of_pipeline(program: Planned, has_earlier_calls: bool) -> tuple[Micro, ...]:

@@ -85,6 +85,7 @@ def _under_way(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]
         *(storage for found in most.values() for storage in found),
         *others.resident(),
         *_of_earlier_calls(program, life, micro),
+        *_of_ignored(program, life, micro),
         *_results_of_all(program, life),
     ]
 
@@ -136,6 +137,19 @@ def _of_earlier_calls(program: Planned, life: Lifetimes, micro: Micro) -> list[S
     buckets = [b for b in layout.own_buckets if b.trainable and not b.is_away]
     size = sum(layout.shard_numel(b) * b.dtype.itemsize for b in buckets)
     return [_always(Category.GRADIENTS, size, "p.grad of earlier calls", "", life)]
+
+
+def _of_ignored(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
+    """Return the gradients of ignored parameters: summed where they are made, then on all ranks."""
+    made = [nbytes(wire.value) for wire in program.stage.handed]
+    found = [
+        nbytes(wire.value) for wire in program.stage.handed if wire.source == program.stage.position
+    ]
+    sizes = {"p.grad of ignored parameters": sum(made) * micro.has_earlier_calls}
+    sizes["sum for ignored parameters"] = sum(found) * (micro.before is not Before.NOTHING)
+    return [
+        _always(Category.GRADIENTS, size, name, "", life) for name, size in sizes.items() if size
+    ]
 
 
 class _OtherStages:

@@ -5,6 +5,8 @@ keep matrices of their own. None of them can step flat pieces. At `step()`, the 
 receives the pieces of its gradient and of its values, steps them with the user's own optimizer
 class, and sends the pieces of the new values back. Only the owner has the states. The owners are
 the ranks that together hold one copy of the model: those of the shard axis and of the tensor axis.
+In a pipeline these hold one stage, and step its parameters; a parameter that several stages hold is
+stepped by each of them, alike.
 
 Owners are chosen greedily, starting with the largest parameter. The owner is the rank that holds
 most of the parameter, if its share of 1/N of all elements has room for it. Otherwise it is the rank
@@ -34,9 +36,9 @@ from zerofx.comm.collectives import Work
 from zerofx.compat.callers import is_within_checkpoint
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, make_subclass
 from zerofx.errors import ArgumentError, ShardError
+from zerofx.layout.buckets import Layout
 from zerofx.runtime.store.tree import attributes_of
 from zerofx.runtime.tensors.piece import Ledger, ParameterPiece, is_cut, piece_of
-from zerofx.runtime.tensors.refuse import refuse_stages
 from zerofx.runtime.tensors.tensor import whole_of
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -159,14 +161,11 @@ class WholeUpdates:
         return self._owners[param]
 
     def _choose_owners(self, optimizer: Optimizer) -> None:
-        new = [p for p in _params(optimizer) if is_cut(p) and p not in self._owners]
+        new = [p for p in _params(optimizer) if _is_held(p) and p not in self._owners]
         shares: dict[int, float] = {}
         for param in new:
             ledger = _piece(param).ledger
-            refuse_stages(
-                ledger.layout, f"{type(optimizer).__name__}, which steps on whole matrices,",
-                "Use an optimizer that steps element by element, such as AdamW.",
-            )  # fmt: skip
+            _check_axes(ledger.layout, type(optimizer).__name__)
             size = ledger.world.copy_size
             loads = self._loads.setdefault(id(ledger), [0] * size)
             shares[id(ledger)] = shares.get(id(ledger), sum(loads) / size) + param.numel() / size
@@ -184,7 +183,9 @@ class WholeUpdates:
         """Return whether this rank steps a parameter: it owns it, or every rank has it whole."""
         if not is_cut(param):
             return True
-        return self.owner(optimizer, param) == _piece(param).ledger.world.copy_rank
+        return (
+            _is_held(param) and self.owner(optimizer, param) == _piece(param).ledger.world.copy_rank
+        )
 
     def settle(self, optimizer: Optimizer) -> None:
         """Give states that were made or loaded elsewhere to their owners; a collective call.
@@ -293,11 +294,12 @@ class WholeUpdates:
         ledger.pending.join()
         names = ",".join(_piece(p).name for p in params)
         world.agree(f"a step of {kind}", f"{len(params)} parameters with a gradient: {names}")
-        rounds = self._rounds(optimizer, params, world.copy_size)
+        rounds = self._rounds(optimizer, [*filter(_is_held, params)], world.copy_size)
         try:
-            arriving = _Arrival(ledger, rounds[0], kind)
+            arriving = _Arrival(ledger, rounds[0], kind) if rounds else None
             leaving: _Return | None = None
             for number, members in enumerate(rounds):
+                assert arriving is not None, "each round is launched before the one before it ends"
                 arrived = arriving.wait()
                 if number + 1 < len(rounds):
                     arriving = _Arrival(ledger, rounds[number + 1], kind)
@@ -312,6 +314,8 @@ class WholeUpdates:
                 del updated
             if leaving is not None:
                 leaving.land()
+            if ledger.layout.pipeline_size > 1:  # stages have different numbers of rounds
+                world.level()
         except BaseException as error:
             world.report_failure(repr(error))
             world.drain()
@@ -525,6 +529,26 @@ def _packed(pieces: Sequence[Tensor], dtype: torch.dtype, device: torch.device) 
     if not pieces:
         return torch.empty(0, dtype=dtype, device=device)
     return torch.cat([piece.to(device) for piece in pieces])
+
+
+def _is_held(param: Tensor) -> bool:
+    """Return whether a parameter is sharded over ranks that include this one."""
+    return is_cut(param) and _piece(param).ledger.layout.has(_piece(param).bucket)
+
+
+def _check_axes(layout: Layout, kind: str) -> None:
+    """Raise if stages whose layers are cut over ranks would have to step together.
+
+    Raises:
+        ShardError: names both axes.
+    """
+    if layout.pipeline_size > 1 and layout.tensor_size > 1:
+        raise ShardError(
+            f"{kind}, which steps on whole matrices, does not support pipeline stages whose layers "
+            f"are cut over ranks. Plan.parallel.pipeline is {layout.pipeline_size}, and tensor is "
+            f"{layout.tensor_size}. Use one of the two, or an optimizer that steps element by "
+            "element, such as AdamW."
+        )
 
 
 def _piece(param: Tensor) -> ParameterPiece:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from zerofx.errors import ShardError
-from zerofx.layout.buckets import Layout
 
 if TYPE_CHECKING:
     from zerofx.runtime.tensors.piece import ParameterPiece
@@ -54,19 +53,6 @@ def refuse_partial_norm(name: str, doing: str, other_axes: str) -> NoReturn:
         "(docs/from-megatron.md), or add the squares of torch.nn.utils.get_total_norm over those "
         "ranks, and clip with torch.nn.utils.clip_grads_with_norm_ (docs/multi-node.md)."
     )
-
-
-def refuse_stages(layout: Layout, what: str, instead: str) -> None:
-    """Raise if the model is divided into pipeline stages and `what` needs all of it on one rank.
-
-    Raises:
-        ShardError: names the alternative.
-    """
-    if layout.pipeline_size > 1:
-        raise ShardError(
-            f"{what} does not support models that are divided into pipeline stages yet. This model "
-            f"is divided into {layout.pipeline_size} (Plan.parallel.pipeline). {instead}"
-        )
 
 
 def calling_optimizer() -> str | None:

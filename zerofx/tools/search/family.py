@@ -278,7 +278,10 @@ class Family(ABC):
         found, whole = [], setting.plan.parallel
         for each in (e for _, made, _ in kinds for e in made):
             for number, stage in self._cut(each, samples, setting).items():
-                key = self._cut_key(each, samples, setting), number, each.numbers, _early(setting)
+                early: tuple[Any, ...] = _early(setting)
+                if setting.plan.memory_budget is not None:  # all fields decide what meets it
+                    early = setting.plan, setting.world_size, setting.loop
+                key = self._cut_key(each, samples, setting), number, each.numbers, early
                 if key not in self._begun:
                     if not each.shows(stage):
                         return None
