@@ -80,7 +80,7 @@ ONE_IMPORTER = {
 
 # Modules in the folders that hold more than FOLDER_LIMIT.
 LARGE_FOLDERS = {
-    "zerofx/passes": 36,  # a list by nature
+    "zerofx/passes": 37,  # a list by nature
 }
 
 # How often texts still use a word that the project avoids, in the package, README.md and docs/.

@@ -30,6 +30,7 @@ _WORDS = {
     ops.grad_buffer: "grads",
     ops.reduce_scatter: "reduce",
     ops.all_reduce: "all-reduce",
+    ops.hand_over: "hand over",
     ops.store_grad: "store",
     ops.update: "update",
     ops.reload_shard: "reload",

@@ -7,6 +7,7 @@ tape draws random numbers from the generator at each replay, as CUDA graphs do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,8 @@ def taped(name: str, plan: dict[str, Any]) -> tuple[Trained, Tape]:
     """Return a model whose calls a tape records."""
     run, tape = Trained(name, plan), Tape()
     own = run.model.zerofx
-    own.table = ProgramTable(run.model, own.setting, own.engine, recorder=tape)
+    setting = replace(own.setting, plan=replace(own.setting.plan, cuda_graph=True))
+    own.table = ProgramTable(run.model, setting, own.engine, recorder=tape)
     return run, tape
 
 

@@ -95,6 +95,7 @@ def test_a_step_after_an_exception_is_as_without(monkeypatch: pytest.MonkeyPatch
                 patch.setattr(Recording, "run", _fail)
                 patch.setattr(run.model._engine.gradients, "reduce", _fail)
                 patch.setattr(run.model._engine, "all_reduce", _fail)
+                patch.setattr(run.model._engine, "hand_over", _fail)
                 with pytest.raises(KeyboardInterrupt):
                     loss.backward()
         plainly(run, step)

@@ -32,7 +32,7 @@ from torch import fx
 from zerofx.compat.graphs import schema_of
 from zerofx.ir.meta import Hole, OutputInfo, Placed, Role, filled, info, shape_of, tensors_of, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
-from zerofx.ir.spec import Kind, launch_of, launched, spec_of, spec_of_target
+from zerofx.ir.spec import Kind, gradients_of, launch_of, launched, spec_of, spec_of_target
 from zerofx.ir.verify_fault import fault, name_of
 from zerofx.ir.verify_values import SAME_VALUES
 from zerofx.layout.buckets import CONTEXT
@@ -1088,8 +1088,7 @@ class _Typing:
                 part = over.own_part(piece.part) if piece is not None else None
                 over.note(node, part.cut if part else R, part.shape if part else over.local(node))
             return
-        if spec.kind is Kind.PACK:
-            self._packed(node)
+        self._taken(node)
         tensors = node.all_input_nodes
         follows = spec.is_value or spec.kind is Kind.WAIT
         for over in self.axes:
@@ -1098,11 +1097,8 @@ class _Typing:
             else:
                 over.note(node, R, over.local(node))
 
-    def _packed(self, node: fx.Node) -> None:
-        grads: Any
-        offsets: Any
-        _, grads, offsets = node.args
-        for grad, offset in zip(grads, offsets, strict=True):
+    def _taken(self, node: fx.Node) -> None:
+        for grad, offset in gradients_of(node):
             piece = self.at[info(node).index, offset]
             for over in self.axes:
                 part = over.own_part(piece.part)

@@ -35,7 +35,7 @@ class Kind(Enum):
     MAKE = "make"  # allocates memory or creates a value immediately
     VIEW = "view"  # views a part of a gathered bucket
     PACK = "pack"  # writes gradients into its first argument
-    STORE = "store"  # moves a reduced slice to p.grad
+    STORE = "store"  # makes p.grad: moves a reduced slice there, or hands whole gradients over
     UPDATE = "update"  # runs the optimizer on a shard, in place
     RELEASE = "release"  # drops a gathered copy
     SYNC = "sync"  # a collective that is launched and waited for in one call
@@ -185,9 +185,10 @@ class OpSpec:
             node is kept even if nothing reads its result.
     Identity
         kind, carries; axis: the mesh axis that it communicates over, "" for a local op. bucket,
-            slot: positions of these arguments, or None. stays: its result is in memory that
-                persists between calls. in_backward: it is allowed only in backward. lands: the tier
-                of its result. takes: inputs that it may read although no other op may.
+            slot: positions of these arguments, or None. gradients: the position of a list of
+            gradients, which a list of their offsets in the bucket follows. stays: its result is in
+            memory that persists between calls. in_backward: it is allowed only in backward. lands:
+            the tier of its result. takes: inputs that it may read although no other op may.
     Time
         lane, verb ("AG") and the meaning of the verb. task: appends its tasks to a
             `analysis.task_walk.Walk`. sends: the collectives of a node; `moves`: its copies between
@@ -228,6 +229,7 @@ class OpSpec:
     axis: str = ""
     bucket: int | None = None
     slot: int | None = None
+    gradients: int | None = None
     stays: bool = False
     in_backward: bool = False
     lands: Tier = Tier.DEVICE
@@ -298,6 +300,11 @@ class OpSpec:
     def is_reduction(self) -> bool:
         """Whether it reduces a bucket's gradients."""
         return self.kind is Kind.LAUNCH and self.carries is Carries.GRADIENTS
+
+    @property
+    def is_handing_over(self) -> bool:
+        """Whether it makes whole gradients p.grad, which nothing reduces."""
+        return self.kind is Kind.STORE and self.carries is Carries.GRADIENTS
 
     @property
     def is_reload(self) -> bool:
@@ -454,6 +461,16 @@ def set_slot(node: fx.Node, slot: int) -> None:
     spec = spec_of(node)
     assert spec is not None and spec.slot is not None, f"{node} names no slot"
     node.args = (*node.args[: spec.slot], slot)
+
+
+def gradients_of(node: fx.Node) -> list[tuple[fx.Node, int]]:
+    """Return the gradients that a node takes, each with its offset in the bucket."""
+    spec = spec_of(node)
+    if spec is None or spec.gradients is None:
+        return []
+    grads: Any = node.args[spec.gradients]
+    offsets: Any = node.args[spec.gradients + 1]
+    return list(zip(grads, offsets, strict=True))
 
 
 def bucket_of(node: fx.Node) -> int:

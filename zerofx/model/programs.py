@@ -37,7 +37,7 @@ from zerofx.ir.meta import Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Captured, Loop, Planned, Pool, Unproved, Wire
 from zerofx.ir.settle import with_sizes
 from zerofx.ir.sizes import Sizes, Symbol, at, form, names_in
-from zerofx.ir.spec import Kind, OpSpec, bucket_of, kind_of, spec_of
+from zerofx.ir.spec import Kind, OpSpec, bucket_of, gradients_of, spec_of
 from zerofx.ir.text import few
 from zerofx.ir.verify import verify
 from zerofx.layout.tiers import Tier
@@ -290,10 +290,9 @@ def _reach(program: Planned, outputs: tuple[int, ...]) -> dict[int, Reach]:
             masks[node] = bits[info(node).index]
             continue
         masks[node] = functools.reduce(operator.or_, (masks[a] for a in node.all_input_nodes), 0)
-        if kind_of(node) is Kind.PACK:
-            _, grads, offsets = node.args
+        if taken := gradients_of(node):
             owners = {p.offset: p.owner for p in program.layout.buckets[info(node).index].params}
-            for grad, offset in zip(grads, offsets, strict=True):
+            for grad, offset in taken:
                 name = owners[offset]
                 params[name] = params.get(name, 0) | (masks[grad] or everything)
     pairs = zip(program.outputs[BACKWARD], program.results(BACKWARD), strict=True)

@@ -27,6 +27,7 @@ from zerofx.ops.gradients import reduce_scatter as reduce_scatter
 from zerofx.ops.gradients import reduce_scatter_rows as reduce_scatter_rows
 from zerofx.ops.gradients import store_grad as store_grad
 from zerofx.ops.gradients import update as update
+from zerofx.ops.handed import hand_over as hand_over
 from zerofx.ops.nodes import all_gather_by_node as all_gather_by_node
 from zerofx.ops.nodes import reduce_scatter_by_node as reduce_scatter_by_node
 from zerofx.ops.pauses import pause as pause

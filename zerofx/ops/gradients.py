@@ -394,7 +394,7 @@ def _order_pack(o: Order, node: fx.Node) -> None:
             f"{buffer.reduced.name} has reduced it. Move the reduction after the last pack.",
         )
     for grad, offset in zip(grads, offsets, strict=True):
-        _order_packed(o, node, buffer, bucket, grad, offset)
+        check_gradient(o, node, buffer, bucket, grad, offset)
     o.roots.set(node, buffer)
 
 
@@ -412,9 +412,10 @@ def _is_grad_buffer(spec: OpSpec) -> bool:
     return spec.kind is Kind.MAKE and spec.carries is Carries.GRADIENTS
 
 
-def _order_packed(
+def check_gradient(
     o: Order, node: fx.Node, buffer: Buffer, bucket: Bucket, grad: fx.Node, offset: int
 ) -> None:
+    """Check a gradient that a node takes at an offset of its bucket, and record it."""
     param = bucket.at.get(offset)
     if param is None:
         o.fail(
@@ -661,6 +662,7 @@ pack = define(
         schema="pack(Tensor(a!) buffer, Tensor[] grads, int[] offsets) -> Tensor(a!)",
         kind=Kind.PACK,
         carries=Carries.GRADIENTS,
+        gradients=1,
         in_backward=True,
         takes=frozenset({Holds.PACKED}),
         fake=lambda buffer, grads, offsets: buffer,

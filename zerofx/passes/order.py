@@ -19,6 +19,7 @@ from zerofx.passes.cut_stages import CutStages
 from zerofx.passes.decide import Choices, budget_bytes
 from zerofx.passes.defer_weights import DeferWeights
 from zerofx.passes.fuse import Fuse
+from zerofx.passes.hand_over import HandOver
 from zerofx.passes.hierarchical import Hierarchical
 from zerofx.passes.join_sums import JoinSums
 from zerofx.passes.keep_gathered import KeepGathered
@@ -153,6 +154,8 @@ PLACE: list[Make] = [
     lambda s: OffloadShards(distance=distance(s)),
     # after all passes that move reads of shards, which an update overwrites
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
+    # after all passes that move packs and reductions: it takes the place of both in one process
+    lambda s: HandOver(),
     # after all passes that move and release: the room left is measured on the final order
     lambda s: KeepGathered(
         budget_bytes=s.choices.spend_bytes if s.choices else budget_bytes(s.plan, s.margin_bytes)

@@ -72,6 +72,7 @@ class Engine:
         self.all_reduce = self.gradients.reduce  # not sharded: the slice is the whole bucket
         self.reduce_scatter_rows = self.all_reduce_rows = self.reduce_rows
         self.store_grad = self.gradients.store
+        self.hand_over = self.gradients.hand_over
         self.update = self.updates.update
         self.offload = self.host.offload
         self.reload = self.host.reload

@@ -298,6 +298,24 @@ class Gradients:
         self.publish(bucket, names)
         self.updates.note(bucket, names)
 
+    def hand_over(
+        self,
+        bucket: int,
+        params: tuple[int, ...],
+        grads: Sequence[Tensor],
+        copied: tuple[int, ...] = (),
+    ) -> None:
+        """Make gradients of the parameters at these positions p.grad, or add them to it.
+
+        copied: the positions in `grads` of those that share memory with another value.
+        """
+        if self.discards:
+            return
+        self._packed[bucket] = (params,)
+        names = self._packed_names(bucket)
+        self._store.grads.take(bucket, params, grads, copied, names)
+        self._note_arrived(names)
+
     def _packed_names(self, bucket: int) -> frozenset[str]:
         """Return the parameters of the bucket that get a gradient from this backward."""
         key = (bucket, self._packed[bucket])

@@ -73,6 +73,15 @@ class Schedule(Protocol):
     def store_grad(self, reduced: Tensor | None, bucket: int) -> None:
         """Store a reduced slice in p.grad; None for a reduction that no_sync postpones."""
 
+    def hand_over(
+        self,
+        bucket: int,
+        params: tuple[int, ...],
+        grads: Sequence[Tensor],
+        copied: tuple[int, ...] = (),
+    ) -> None:
+        """Make gradients that nothing reduces p.grad as they are; copy those that share memory."""
+
     def update(self, shard: Tensor, bucket: int) -> None:
         """Run the optimizer over a bucket's shard, in place."""
 

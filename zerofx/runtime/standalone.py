@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -84,6 +84,16 @@ class LooseGrads:
 
     def publish(self, bucket: int, names: Collection[str] | None = None) -> None:
         self.arrived[bucket] = self._targets[bucket]
+
+    def take(
+        self,
+        bucket: int,
+        positions: Sequence[int],
+        grads: Sequence[Tensor],
+        copied: Collection[int],
+        names: Collection[str],
+    ) -> None:
+        self.arrived[bucket] = grads[0]
 
     def abandon(self) -> None:
         """Forget gradients in flight."""

@@ -266,6 +266,21 @@ class Communication(Placed, Moves):
         self._stored[bucket] = Far(bucket, grad) if isinstance(reduced, Far) else grad
         return self._stored[bucket]
 
+    def _hand_over(
+        self, grads: list[Tensor], offsets: list[int], numel: int, bucket: int, copied: list[int]
+    ) -> Blocking:
+        yield from ()
+        members = {p.offset: p for p in self.bucket(bucket, numel).params}
+        before = self.memory.grads.get(bucket)
+        flat = grads[0].new_zeros(numel) if before is None else before.clone()
+        for grad, offset in zip(grads, offsets, strict=True):
+            if offset not in members or members[offset].shape != tuple(grad.shape):
+                raise OracleError(f"bucket {bucket} has no such parameter at {offset}")
+            flat[offset : offset + grad.numel()].add_(grad.reshape(-1))
+        self.memory.grads[bucket] = flat
+        self.packed[bucket] = {members[offset].name for offset in offsets}
+        return flat
+
     def _update(self, stored: Any, shard: Any, bucket: int) -> Blocking:
         yield from ()
         mine = self._own(shard, bucket, "update")

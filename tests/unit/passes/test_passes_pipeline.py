@@ -45,6 +45,7 @@ def test_the_order_in_reading_form() -> None:
         "sink-waits",
         "offload-shards",
         "update-in-backward",
+        "hand-over",
         "keep-gathered",
         "assign-slots",
     ]

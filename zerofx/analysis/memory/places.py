@@ -19,7 +19,7 @@ from zerofx.analysis.memory.storage import (
 )
 from zerofx.ir.meta import Role, info, value
 from zerofx.ir.program import FORWARD, Planned
-from zerofx.ir.spec import Kind, kind_of, spec_of
+from zerofx.ir.spec import gradients_of, spec_of
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
 from zerofx.policy import reduction, shard_copies
@@ -125,7 +125,7 @@ class Places:
 
     def category(self, node: fx.Node) -> Category:
         """Return the category of newly allocated memory."""
-        if any(kind_of(user) is Kind.PACK for user in node.users):
+        if any(gradients_of(user) for user in node.users):
             return Category.GRADIENTS
         return Category.TEMPORARIES
 

@@ -25,7 +25,15 @@ from zerofx.analysis.memory.storage import (
 from zerofx.ir.graphs import alias_source, is_in_place, pause_of
 from zerofx.ir.meta import Info, OutputInfo, Role, info, nbytes, value
 from zerofx.ir.program import BACKWARD, FORWARD, Planned
-from zerofx.ir.spec import Kind, is_reduction, kind_of, slot_of, spec_of, takes_slot
+from zerofx.ir.spec import (
+    Kind,
+    gradients_of,
+    is_reduction,
+    kind_of,
+    slot_of,
+    spec_of,
+    takes_slot,
+)
 from zerofx.layout.buckets import Bucket, Layout
 from zerofx.policy import reduction, resting, schedules
 from zerofx.policy.schedules import Action, Hop, Moment
@@ -383,6 +391,9 @@ def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]
     for time, (_, node) in enumerate(life.nodes):
         if is_in_place(node, layout) and not micro.packs_apart:
             packed[info(node).index] = time
+        if stands and (spec := spec_of(node)) is not None and spec.is_handing_over:
+            size = sum(nbytes(value(grad)) for grad, _ in gradients_of(node))
+            found.append(_always(Category.GRADIENTS, size, "p.grad", info(node).unit, life))
         if not is_reduction(node):
             continue
         bucket = layout.buckets[info(node).index]

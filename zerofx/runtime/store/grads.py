@@ -9,6 +9,7 @@ from operator import is_
 import torch
 from torch import Tensor, nn
 
+from zerofx.compat.optim import foreach_add_
 from zerofx.compat.tensors import keep_version, require_grad, storage_uses
 from zerofx.errors import GradientError
 from zerofx.layout.tiers import Tier
@@ -185,6 +186,7 @@ class StoreGrads:
         self._ledger, self._layout, self._homes = ledger, ledger.layout, ledger.homes
         self._params, self._pieces, self._flats = params, pieces, flats
         self.shards: dict[int, GradShard] = {}
+        self._handed: dict[int, nn.Parameter] = {}  # bucket -> one of those handed over
 
     def target(self, bucket: int) -> tuple[Tensor, bool]:
         """Return (flat tensor to receive the reduced gradient, whether to add to it).
@@ -205,6 +207,39 @@ class StoreGrads:
         """
         self._shard(bucket).publish(bucket, names, self._layout.owners[self._block(bucket)])
 
+    def take(
+        self,
+        bucket: int,
+        positions: Sequence[int],
+        grads: Sequence[Tensor],
+        copied: Collection[int],
+        names: Collection[str],
+    ) -> None:
+        """Make gradients of the parameters at these positions p.grad, or add them to it.
+
+        copied: the positions in `grads` of those that share memory with another value.
+        names: the parameters that get a gradient.
+        """
+        members = self._layout.buckets[bucket].params
+        before: list[Tensor] = []
+        added: list[Tensor] = []
+        for number, (position, grad) in enumerate(zip(positions, grads, strict=True)):
+            name = members[position].name  # it is no tile
+            param = self._params[name]
+            if name not in names or not param.requires_grad:
+                continue
+            held = param.grad
+            if held is not None:
+                before.append(held)
+                added.append(grad)
+            elif number in copied:
+                param.grad = grad.clone(memory_format=torch.contiguous_format)
+            else:
+                param.grad = grad
+        if before:
+            foreach_add_(before, added)
+        self._handed[bucket] = self._params[members[positions[0]].name]
+
     def abandon(self) -> None:
         """Forget which tiles' gradients have arrived: the rest will not come."""
         for shard in self.shards.values():
@@ -217,7 +252,8 @@ class StoreGrads:
     @property
     def are_shown(self) -> bool:
         """Whether an earlier backward has left gradients; checks one parameter per bucket."""
-        return any(shard.params[0].grad is not None for shard in self.shards.values())
+        first = *(shard.params[0] for shard in self.shards.values()), *self._handed.values()
+        return any(param.grad is not None for param in first)
 
     def rest(self) -> None:
         """Free gradient shards that no p.grad shows, according to `policy/resting.py`."""
