@@ -669,6 +669,32 @@ def lazy_modules() -> None:
     assert module(3) == (3,)
 
 
+@contract("._find_nodes_lookup_table", "._graph_namespace", "._insert", "._len")
+def copied_nodes() -> None:
+    """A copy is what `Graph.node_copy` makes, and the graph finds, counts and names it."""
+    traced = fx.symbolic_trace(lambda x, y: torch.add(x, y, alpha=[x, 2][1]) + {"a": y}["a"])
+    made, expected = fx.Graph(), fx.Graph()
+    for node in traced.graph.nodes:
+        node.meta["own"] = node.name
+    for graph, append in ((made, graphs.copied_node), (expected, fx.Graph.node_copy)):
+        env: dict[fx.Node, fx.Node] = {}
+        for node in traced.graph.nodes:
+            env[node] = append(graph, node, env.__getitem__)
+    made.lint()
+    assert str(made) == str(expected) and len(made.nodes) == len(expected.nodes)
+    assert [n.meta for n in made.nodes] == [n.meta for n in expected.nodes]
+    assert all(a.meta is not b.meta for a, b in zip(made.nodes, traced.graph.nodes, strict=True))
+    (found,) = made.find_nodes(op="call_function", target=torch.add)
+    assert list(found.users) and all(found in user.all_input_nodes for user in found.users)
+    made.erase_node(made.output_node())
+    expected.erase_node(expected.output_node())
+    names = [graph.call_function(torch.add, ()).name for graph in (made, expected)]
+    assert names[0] == names[1] and names[0] not in {n.name for n in traced.graph.nodes}
+    fx.GraphModule(nn.Module(), made)
+    with pytest.raises(AssertionError, match="hooks"):  # a module has a say in new nodes
+        graphs.copied_node(made, found, lambda n: n)
+
+
 @contract("torch.utils._python_dispatch._disable_current_modes")
 def operators_that_no_mode_sees() -> None:
     with FlopCounterMode(display=False) as counter, tracing.without_dispatch_modes():

@@ -10,7 +10,7 @@ lazy variant is private too.
 from __future__ import annotations
 
 import functools
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -32,6 +32,7 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "argument_names",
+    "copied_node",
     "known_values",
     "op_argument",
     "op_name",
@@ -39,6 +40,30 @@ __all__ = [
     "schema_of",
     "with_effects",
 ]
+
+
+def copied_node(
+    graph: torch.fx.Graph,
+    node: torch.fx.Node,
+    read: Callable[[torch.fx.Node], torch.fx.Node],
+) -> torch.fx.Node:
+    """Append a copy of a node to a graph of no module, with what it reads replaced by `read`.
+
+    `Graph.node_copy` gives the same and takes several times as long: it looks for symbols in all
+    arguments, and each attribute that is set afterwards moves the node in the graph's tables.
+    """
+    assert graph.owning_module is None, "hooks of the module would have to run"
+    names = graph._graph_namespace
+    name = names.create_name(node.name, None)
+    args = torch.fx.node.map_arg(node.args, read)
+    kwargs = torch.fx.node.map_arg(node.kwargs, read)
+    made = torch.fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    names.associate_name_with_obj(name, made)
+    graph._insert(made)
+    graph._find_nodes_lookup_table.insert(made)
+    graph._len += 1
+    made.meta.update(node.meta)
+    return made
 
 
 def op_argument(node: torch.fx.Node, name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import fx
 
-from zerofx.compat.graphs import LazyGraphModule, TreeSpec
+from zerofx.compat.graphs import LazyGraphModule, TreeSpec, copied_node
 from zerofx.hardware import Hardware, default_hardware
 from zerofx.ir.meta import OutputInfo, Placed, Role, info
 from zerofx.ir.sizes import Sizes
@@ -501,8 +500,7 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        out = new.node_copy(node, lambda n: env[n])
-        out.meta = copy.copy(node.meta)
-        out.name = node.name
-        env[node] = out
+        env[node] = out = copied_node(new, node, env.__getitem__)
+        if out.name != node.name:
+            out.name = node.name
     return new

@@ -331,6 +331,7 @@ class OpSpec:
 # -- the registry ---------------------------------------------------------------------------------
 _LIB = torch.library.Library("zerofx", "DEF")
 _SPECS: dict[OpOverload, OpSpec] = {}
+_BY_ID: dict[int, OpSpec] = {}  # of the ops, which live as long: torch hashes an op in Python
 
 
 def define(spec: OpSpec) -> OpOverload:
@@ -354,7 +355,7 @@ def define(spec: OpSpec) -> OpOverload:
         has_side_effect(op)
     if spec.runtime is not None:
         add_method(spec.call, spec.runtime)
-    _SPECS[op] = spec
+    _SPECS[op] = _BY_ID[id(op)] = spec
     return op
 
 
@@ -364,12 +365,12 @@ def _asks_engine(spec: OpSpec) -> bool:
 
 def spec_of(node: fx.Node) -> OpSpec | None:
     """Return the spec of the op that a node calls, or None for compute and everything else."""
-    return spec_of_target(node.target)
+    return _BY_ID.get(id(node.target))
 
 
 def spec_of_target(target: Any) -> OpSpec | None:
     """Return the spec of an op that graphs call, or None if it is none of zerofx."""
-    return _SPECS.get(target)
+    return _BY_ID.get(id(target))
 
 
 def target_of(spec: OpSpec) -> OpOverload:

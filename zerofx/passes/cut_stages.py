@@ -14,6 +14,7 @@ of outputs), and the values that it sends are outputs (in backward: gradients of
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ import torch
 from torch import fx
 
 from zerofx.analysis.recompute.activations import halve, is_param_alias
-from zerofx.compat.graphs import LazyGraphModule
+from zerofx.compat.graphs import LazyGraphModule, copied_node
 from zerofx.errors import CaptureError, PlanError
 from zerofx.ir.graphs import alias_source, call
 from zerofx.ir.meta import (
@@ -124,12 +125,16 @@ def balanced(weights: list[float], parts: int) -> list[int]:
     for part in range(2, parts + 1):
         found = {}
         for n in range(part, len(weights) + 1):
-            options = []
-            for start in range(part - 1, n):
+            least = (math.inf, math.inf, [0])
+            for start in range(n - 1, part - 2, -1):
                 heaviest, squares, starts = best[start]
                 own = total[n] - total[start]
-                options.append((max(heaviest, own), squares + own**2, [*starts, start]))
-            found[n] = min(options)
+                if own > least[0]:  # and so are all longer runs
+                    break
+                if heaviest <= least[0]:
+                    option = max(heaviest, own), squares + own**2, [*starts, start]
+                    least = min(least, option)
+            found[n] = least
         best = found
     return best[len(weights)][2]
 
@@ -580,14 +585,12 @@ class Cutting:
         graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in self.graph.nodes:
             if node.op == "placeholder" and node in needed:
-                env[node] = graph.node_copy(node)
-                env[node].meta = dict(node.meta)
+                env[node] = copied_node(graph, node, env.__getitem__)
         for (kind, source), wire in taken.items():
             env[source] = self._received(graph, source, wire, kind)
         for node in self.graph.nodes:
             if node.op in ("call_function", "get_attr") and node in needed and node not in env:
-                env[node] = graph.node_copy(node, lambda n: env[n])
-                env[node].meta = dict(node.meta)
+                env[node] = copied_node(graph, node, env.__getitem__)
         specs, results = self._results(graph, env, position, sent)
         graph.output(tuple(results))
         graph.lint()

@@ -147,10 +147,13 @@ def run(
     if until is not None and until not in names:
         raise PlanError(f"no pass is named {until!r}{nearest(until, names)}")
     last = names.index(until) if until is not None else len(pipeline.passes)
+    given = program
     program = _begun(program, setting)
-    source, history = program.clone(), program.history
+    # of programs for pricing no record is asked for, unless by hand
+    source = None if proof is Proof.NONE else program.clone()
+    history = program.history
     ran: list[Pass] = []
-    recorded = functools.cache(lambda: _run_recorded(source, ran).history)
+    recorded = functools.cache(lambda: _run_recorded(source or _begun(given, setting), ran).history)
 
     def apply(p: Pass) -> None:
         report = _apply(program, p, proof)
@@ -177,7 +180,7 @@ def run(
         try:
             _prove(program)
         except ProgramError:
-            run(source, setting, until)
+            run(given, setting, until)
             raise
     if program.sizes:
         program.sizes = take_forms(program)

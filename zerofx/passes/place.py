@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.compat.graphs import LazyGraphModule
+from zerofx.compat.graphs import LazyGraphModule, copied_node
 from zerofx.ir.graphs import call, is_alias
 from zerofx.ir.meta import (
     Hole,
@@ -577,8 +577,7 @@ class Placing:
         return None if self.by_context else self.program.params[name].part
 
     def _copied(self, node: fx.Node, lies: Placement) -> fx.Node:
-        new = self.graph.node_copy(node, lambda n: self.new[n])
-        new.meta = dict(node.meta)
+        new = copied_node(self.graph, node, self.new.__getitem__)
         set_info(new, placed=Placed(lies, shape_of(value(node)), outer=info(node).placed))
         return new
 
@@ -643,7 +642,8 @@ class Placing:
         source, index = node.args
         lies = item(self.lies[source], index)  # type: ignore[index,arg-type]
         new = self.graph.call_function(node.target, (self.new[source], index))  # type: ignore[index,arg-type]
-        new.name, new.meta = node.name, dict(node.meta)
+        _name(new, node.name)
+        new.meta.update(node.meta)
         new.meta["val"] = value(self.new[source])[index]  # type: ignore[index]
         set_info(new, placed=Placed(lies, shape_of(value(node)), outer=info(node).placed))
         self.new[node], self.lies[node] = new, lies
@@ -652,8 +652,8 @@ class Placing:
         whole = self._whole(node)
         if not whole.operands:  # no inputs: the same value on every rank
             self.lies[node] = gives = whole_way(whole).gives
-            self.new[node] = new = self.graph.node_copy(node, lambda n: self.new[n])
-            new.name, new.meta = node.name, dict(node.meta)
+            self.new[node] = new = copied_node(self.graph, node, self.new.__getitem__)
+            _name(new, node.name)
             set_info(new, placed=self._placed(node, gives, whole))
             return
         way = self._choose(node, whole)
@@ -964,8 +964,8 @@ class Placing:
             return made
         again = self.named[node.name]  # a view is made twice, if it is read in two ways
         self.named[node.name] += 1
-        made.name = f"{node.name}_again{self.suffix}{again}" if again else node.name
-        made.meta = {k: v for k, v in node.meta.items() if k != "val"} | {"val": made.meta["val"]}
+        _name(made, f"{node.name}_again{self.suffix}{again}" if again else node.name)
+        made.meta.update({k: v for k, v in node.meta.items() if k != "val"})
         set_info(made, placed=self._placed(node, gives, whole))
         return made
 
@@ -1007,6 +1007,12 @@ def _is_recut(now: Placement, to: Placement) -> bool:
     Of the part of one rank, another one would get all or nothing.
     """
     return isinstance(now, Cut) and isinstance(to, Cut) and now.dim == to.dim
+
+
+def _name(node: fx.Node, name: str) -> None:
+    """Name a node; setting a name, even the same one, searches the tables of the graph."""
+    if node.name != name:
+        node.name = name
 
 
 def _form(node: fx.Node | None) -> Any:

@@ -21,7 +21,7 @@ from zerofx.analysis.recompute.activations import (
     must_keep,
 )
 from zerofx.analysis.recompute.tradeoffs import solve_fraction
-from zerofx.compat.graphs import LazyGraphModule
+from zerofx.compat.graphs import LazyGraphModule, copied_node
 from zerofx.ir.graphs import call, root_producer
 from zerofx.ir.meta import UPDATES, OutputInfo, Phase, Role, info, place_of, set_info, value
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
@@ -113,9 +113,7 @@ def _forward(
 
 
 def _copy(graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> fx.Node:
-    new = graph.node_copy(node, lambda n: env[n])
-    new.meta = dict(node.meta)
-    return new
+    return copied_node(graph, node, env.__getitem__)
 
 
 def _label(node: fx.Node) -> str:

@@ -76,9 +76,13 @@ class Forecast:
     hardware: Hardware
     memory: Memory
     timeline: Timeline
-    traffic: Traffic
     samples: int
     tokens: int
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What a rank sends in a step."""
+        return traffic(self.program)
 
     @property
     def step_us(self) -> Range:
@@ -184,22 +188,24 @@ def forecast(
     optimizer_bytes: int = ADAMW_STATE_BYTES,
     keeps_results: bool = False,
     compiled: Compiled | None = None,
+    held: Memory | None = None,
 ) -> Forecast:
     """Predict the memory and time of a step of a finished program on a hardware.
 
     clips: the loop clips the global norm. optimizer_bytes: bytes of optimizer state per element.
     keeps_results: the loop holds all results to the end of the step, rather than only the loss.
-    compiled: the allocations of the regions that Inductor compiled here.
+    compiled: the allocations of the regions that Inductor compiled here. held: the memory of the
+        step, if it is known.
 
     Raises:
         UnpricedError: the hardware lacks something that the schedule uses.
     """
     hardware.check_world(program.world_size)
     prices = Roofline.of(program.plan, hardware, program.world_size)
-    held = memory(program, optimizer_bytes, compiled, keeps_results)
+    held = held or memory(program, optimizer_bytes, compiled, keeps_results)
     found = timeline(tasks(program, prices, clips))
     samples, tokens = batch(program)
-    return Forecast(program, hardware, held, found, traffic(program), samples, tokens)
+    return Forecast(program, hardware, held, found, samples, tokens)
 
 
 def compute_format(program: Planned) -> str:

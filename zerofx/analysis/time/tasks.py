@@ -348,6 +348,8 @@ class Walk:
 
     behind: launch, or value saved by one -> the task that must have ended when it is used.
     stored: bucket -> the task after which its gradient can be used.
+    regions: graph -> the nodes of each region, by the first one. priced: the prices of regions, by
+        that node: each micro-batch runs the same ones.
     """
 
     program: Planned
@@ -356,6 +358,8 @@ class Walk:
     stored: dict[int, int | None] = field(default_factory=dict)
     cast: set[int] = field(default_factory=set)  # buckets whose host copy is current
     updates: list[int] = field(default_factory=list)
+    regions: dict[str, dict[fx.Node, list[fx.Node]]] = field(default_factory=dict)
+    priced: dict[fx.Node, Price] = field(default_factory=dict)
 
     @property
     def layout(self) -> Layout:
@@ -365,8 +369,9 @@ class Walk:
         """Append the tasks of one graph."""
         self.found.graph = graph
         gm = self.program.graph(graph)
-        first = {nodes[0]: nodes for nodes in regions(gm).values()}
-        ranks = self.program.world_size
+        if graph not in self.regions:
+            self.regions[graph] = {nodes[0]: nodes for nodes in regions(gm).values()}
+        first, ranks = self.regions[graph], self.program.world_size
         self.found.hosts("call", "call", self.found.prices.call(graph, len(first), ranks))
         for node in gm.nodes:
             if node in first:
@@ -399,7 +404,9 @@ class Walk:
         where = replace(info(named), index=-1)
         number = info(nodes[0]).region
         assert number is not None
-        price = self.found.prices.region(nodes)
+        if nodes[0] not in self.priced:
+            self.priced[nodes[0]] = self.found.prices.region(nodes)
+        price = self.priced[nodes[0]]
         self.found.computes("region", f"region {number}", price, where, number)
 
     def bucket(self, node: fx.Node) -> Bucket:

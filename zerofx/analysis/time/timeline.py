@@ -12,7 +12,7 @@ import networkx as nx
 from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.tasks import Task
 
-Which = Literal["low_us", "us", "high_us"]
+Which = Literal["low_us", "high_us"]
 COMMUNICATION = frozenset({Lane.GATHER, Lane.REDUCE, Lane.VALUES})
 
 
@@ -141,14 +141,21 @@ class Timeline:
 
 def timeline(tasks: Sequence[Task]) -> Timeline:
     """Run each lane's tasks in order, each as soon as its needs have ended."""
-    spans = _run(tasks, "us")
-    low, high = (
-        max((s.end_us for s in _run(tasks, w)), default=0.0) for w in ("low_us", "high_us")
-    )
-    return Timeline(tuple(spans), low, high)
+    return Timeline(tuple(_run(tasks)), _step_us(tasks, "low_us"), _step_us(tasks, "high_us"))
 
 
-def _run(tasks: Sequence[Task], which: Which) -> list[Span]:
+def _step_us(tasks: Sequence[Task], which: Which) -> float:
+    """Return when the last task ends if each takes its lower, or its upper, bound."""
+    ends: list[float] = []
+    free: dict[Lane, float] = {}
+    for task in tasks:
+        start = max((ends[i] for i in task.needs), default=0.0)
+        end = free[task.lane] = max(start, free.get(task.lane, 0.0)) + getattr(task, which)
+        ends.append(end)
+    return max(ends, default=0.0)
+
+
+def _run(tasks: Sequence[Task]) -> list[Span]:
     spans: list[Span] = []
     last: dict[Lane, int] = {}
     for task in tasks:
@@ -161,6 +168,6 @@ def _run(tasks: Sequence[Task], which: Which) -> list[Span]:
         reason = ""
         if blocker is not None and start > free:
             reason = f"waits for {spans[blocker].task.lane.value}"
-        spans.append(Span(task, start, start + getattr(task, which), blocker, reason))
+        spans.append(Span(task, start, start + task.us, blocker, reason))
         last[task.lane] = task.index
     return spans

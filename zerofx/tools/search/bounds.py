@@ -20,11 +20,11 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from zerofx.analysis.memory.memory import Memory
+from zerofx.analysis.memory.liveness import lifetimes
 from zerofx.analysis.memory.storage import Category
-from zerofx.analysis.time.forecast import forecast
 from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.steps import Lane
+from zerofx.analysis.time.tasks import tasks
 from zerofx.analysis.time.timeline import Span, timeline
 from zerofx.errors import CaptureError, TargetError
 from zerofx.hardware import Hardware
@@ -91,13 +91,15 @@ NOTHING = Alone(0.0, 0.0, 0.0, 0.0)
 class Bounds:
     """Bounds of every choice for one family on one hardware and world.
 
-    plainest: the choice with the largest micro-batch that keeps all activations.
+    plainest: the choice with the largest micro-batch that keeps all activations. most_samples: of
+        the largest micro-batch with axes, if it has more.
     """
 
     family: Family
     hardware: Hardware
     world_size: int
     plainest: Choice
+    most_samples: int = 0
     _alone: dict[object, Alone] = field(default_factory=dict)
 
     @property
@@ -141,7 +143,7 @@ class Bounds:
         What a rank holds of a sample does not grow with their number, and a part that does not
         depend on it is counted as if it did, so that the bound holds.
         """
-        samples = max(self.plainest.samples, choice.samples)
+        samples = max(self.plainest.samples, self.most_samples, choice.samples)
         try:
             most = self._alone_with(choice.plan, samples, activations, tier)
         except (CaptureError, TargetError):  # which the model does not take
@@ -192,17 +194,18 @@ class Bounds:
         return self._alone[key]
 
     def _alone_in(self, program: Planned) -> tuple[float, float, float, float, float]:
-        found = forecast(program, self.hardware)
-        spans = found.timeline.spans
+        prices = Roofline.of(program.plan, self.hardware, program.world_size)
+        found = timeline(tasks(program, prices))
+        spans = found.spans
         own = [s.task for s in spans if s.task.kind in ("region", "pack")]
         compute = sum(task.us for task in own)
         forward = sum(task.us for task in own if task.graph == FORWARD)
         if program.plan.parallel.is_used:  # values of other ranks are waited for as well
             compute = max(compute, ALONE_SHARE * _with_values_us(spans))
-        copies = max(found.timeline.busy_us[lane] for lane in BESIDE)
+        copies = max(found.busy_us[lane] for lane in BESIDE)
         host = [s.task for s in spans if s.task.lane is Lane.HOST]
         launches = sum(task.us for task in host if task.graph != "step")  # which is once for all
-        return compute, _most_held(found.memory), copies, launches, forward
+        return compute, _most_held(program), copies, launches, forward
 
     # -- time -------------------------------------------------------------------------------
     def _lanes(self, choice: Choice, alone: Alone) -> dict[str, float]:
@@ -327,11 +330,11 @@ class Bounds:
         return saved + (ITEM_BYTES[plan.precision.master] * trained if sums else 0.0)
 
 
-def _most_held(memory: Memory) -> float:
+def _most_held(program: Planned) -> float:
     """Return the peak of the bytes of activations."""
     change: Counter[int] = Counter()
-    for storage in memory.storages:
-        if storage.category is Category.ACTIVATIONS:
+    for storage in lifetimes(program, keeps_results=False).storages:
+        if storage.category is Category.ACTIVATIONS and storage.slot < 0:
             change[storage.birth] += storage.nbytes
             change[storage.death + 1] -= storage.nbytes
     return max(accumulate(change[time] for time in sorted(change)), default=0)

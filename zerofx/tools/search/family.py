@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,7 @@ from zerofx.passes.placement import capture_options, compute_dtype, module_dtype
 from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
 from zerofx.tools.search.excerpts import Excerpt, excerpt, lengths, rank_kinds
+from zerofx.tools.search.lengthen import lengthened
 from zerofx.tools.targets import Target, own_errors
 from zerofx.tools.words import counted
 
@@ -49,6 +50,8 @@ WHOLE: dict[str, Any] = {"micro_batches": "auto", "cuts": "auto", "accumulate": 
 # To capture and to place a model takes longer than to cut it. So ranks of all kinds are priced in
 # one model, whose length is a multiple of this. Layers that are left over are another rank's.
 SHARED_LENGTH = 8
+
+_P = TypeVar("_P", bound=Program)
 
 # Called with the next action, and whether it is of interest until the following one only.
 Says = Callable[[str, bool], None]
@@ -247,9 +250,18 @@ class Family(ABC):
         key = self._placed_key(length, samples, setting)
         if key not in self._placed:
             outputs = key[2]
-            program = self._program(length, samples, outputs)
-            self._placed[key] = run(program, setting, PLACED, Proof.NONE)
+            made = self._lengthened(
+                length, lambda short: self._placed_program(short, samples, setting)
+            )
+            if made is None:
+                program = self._program(length, samples, outputs)
+                made = run(program, setting, PLACED, Proof.NONE)
+            self._placed[key] = made
         return self._placed[key]
+
+    def _lengthened(self, length: int, of: Callable[[int], _P]) -> _P | None:
+        """Return the program of a length, made from `of` a shorter one; None if it cannot be."""
+        return None
 
     def ranks(self, samples: int, setting: Setting, micro_batches: int) -> list[RankPrograms]:
         """Return the programs of a pipeline's ranks with all passes run, those of a kind once."""
@@ -537,8 +549,11 @@ class ModelFamily(Family):
     def _program(self, length: int, samples: int, outputs: str = "all") -> Program:
         key = length, samples, outputs
         if key not in self._programs:
+            made = self._lengthened(length, lambda short: self._program(short, samples, outputs))
             try:
-                self._programs[key] = self._capture(length, samples, outputs)
+                if made is None:
+                    made = self._capture(length, samples, outputs)
+                self._programs[key] = made
             except (CaptureError, TargetError) as error:
                 if samples == self.samples:
                     raise
@@ -548,6 +563,20 @@ class ModelFamily(Family):
                     f"{as_sentence(error)}"
                 ) from error
         return self._programs[key]
+
+    @cached_property
+    def has_loss(self) -> bool:
+        """Whether forward returns a loss: however many layers there are."""
+        same = self.samples, self.plan.outputs
+        known = (n for n, *own in self._programs if tuple(own) == same)
+        length = next(known, STRIDE if self.stack else self.layers)
+        return self._program(length, *same).calling.loss is not None
+
+    def _lengthened(self, length: int, of: Callable[[int], _P]) -> _P | None:
+        short = SETTLED + (length - SETTLED) % STRIDE
+        if not short < length < self.layers:  # all of them are captured as they are
+            return None
+        return lengthened(of(short), self.stack, length)
 
     def _capture(self, length: int, samples: int, outputs: str = "all") -> Program:
         """Capture the first layers with a micro-batch of this many samples."""

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, memory
+from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, Memory, memory
 from zerofx.analysis.memory.standing import with_other_stages
 from zerofx.analysis.time.forecast import Forecast, Shortage, available_bytes, forecast
 from zerofx.analysis.time.pipelines import (
@@ -172,13 +172,14 @@ def _looped(
 ) -> dict[str, float]:
     """Return a step's figures; many micro-batches are extrapolated from a few."""
 
-    def of(accumulation: int) -> dict[str, float]:
+    def of(accumulation: int, held: Memory | None = None) -> Forecast:
         finished.loop = Loop(accumulation, choice.no_sync)
-        return _figures(forecast(finished, hardware, **known))
+        return forecast(finished, hardware, **known, held=held)
 
     if choice.accumulation <= LOOPED + 1:
-        return of(choice.accumulation)
-    few, more = of(LOOPED), of(LOOPED + 1)
+        return _figures(of(choice.accumulation))
+    found = of(LOOPED)
+    few, more = _figures(found), _figures(of(LOOPED + 1, found.memory))  # which it is from 3 on
     left = choice.accumulation - LOOPED
     return {n: v + left * (more.get(n, 0.0) - v) for n, v in few.items()}
 
