@@ -1,10 +1,11 @@
 """Peak live tensor bytes of a rank, as counted by torch's allocator, with the prediction.
 
-    python -m benchmarks.memory               # stages 0 to 3 against FSDP2
-    python -m benchmarks.memory --sizes 4x128 --systems zerofx-3
+    python -m benchmarks.memory               # stages 0 to 3, bf16 and recompute against FSDP2
+    python -m benchmarks.memory --sizes 4x128 --systems zerofx-3,zerofx-3-bf16,zerofx-3-recompute
 
 The measured peak comes with two bounds (see zerofx.tools.demo.measure). They differ by blocks that
-a gloo thread freed unobserved. Ratios compare our upper bound with FSDP2's lower one.
+a gloo thread freed unobserved. Ratios compare our upper bound with the lower one of FSDP2 in the
+same format, checkpointed if we recompute. Between steps means after zero_grad.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from benchmarks.systems import SYSTEMS, Trainer
 from zerofx.tools.demo.measure import PeakMemory
 
 WARMUP_STEPS, MEASURED_STEPS = 2, 3
-DEFAULT = ["zerofx-3", "zerofx-2", "zerofx-1", "zerofx-0"]
+DEFAULT = [
+    "zerofx-3", "zerofx-3-bf16", "zerofx-3-recompute", "zerofx-3-bf16-recompute",
+    "zerofx-2", "zerofx-1", "zerofx-0",
+]  # fmt: skip
 QUIET = {"KINETO_LOG_LEVEL": "99"}
 
 
@@ -46,6 +50,8 @@ class Job:
         return {
             "low_bytes": min(peak.low_bytes for peak in memory.steps),
             "high_bytes": min(peak.high_bytes for peak in memory.steps),
+            "left_low_bytes": min(peak.left_low_bytes for peak in memory.steps),
+            "left_high_bytes": min(peak.left_high_bytes for peak in memory.steps),
             "predicted_bytes": programs[0].memory(basis="compiled").peak_bytes
             if programs
             else None,
@@ -78,6 +84,8 @@ def result(
         "spread": measured / mine["low_bytes"] - 1,
         "error": predicted and predicted / measured - 1,
         "ratio": measured / baseline["low_bytes"],
+        "left_mib": mine["left_high_bytes"] / 2**20,
+        "left_ratio": mine["left_high_bytes"] / baseline["left_low_bytes"],
         **mine,
     }
 
@@ -89,6 +97,8 @@ COLUMNS = [
     Column("measured_mib", "measured MiB", "{:.2f}"),
     Column("error", "prediction's error", "{:+.1%}"),
     Column("ratio", "measured / fsdp2", "{:.2f}"),
+    Column("left_mib", "between steps MiB", "{:.2f}"),
+    Column("left_ratio", "between steps / fsdp2", "{:.2f}"),
     Column("spread", "uncertain", "{:.1%}"),
 ]
 
@@ -97,7 +107,7 @@ def main() -> None:
     """Run the benchmark with the command line's options; show and write the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     systems.add_options(parser, DEFAULT)
-    sizes.add_options(parser, "4x128,8x384,4x1024")
+    sizes.add_options(parser, "4x32,4x128,8x384,4x1024")
     parser.add_argument("--quick", action="store_true", help="only the smallest size")
     options = parser.parse_args()
     lines = []

@@ -67,12 +67,14 @@ def ddp(model: GPT) -> nn.Module:
 
 
 def fsdp2(
-    model: GPT, dtype: torch.dtype | None = None, device: str = "cpu", offloads: bool = False
-) -> nn.Module:
+    model: GPT, dtype: torch.dtype | None = None, device: str = "cpu", offloads: bool = False,
+    recomputes: bool = False,
+) -> nn.Module:  # fmt: skip
     """Shard every block and the root; `dtype` is the compute dtype, over fp32 weights.
 
     offloads: with its CPUOffloadPolicy; this does nothing on a CPU, where shards are on the host
         anyway.
+    recomputes: backward recomputes each block (`torch.utils.checkpoint`).
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import (
@@ -81,12 +83,15 @@ def fsdp2(
         OffloadPolicy,
         fully_shard,
     )
+    from torch.utils.checkpoint import checkpoint
 
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     reduce = None if dtype is None else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce)
     offload = CPUOffloadPolicy(pin_memory=device != "cpu") if offloads else OffloadPolicy()
     for block in model.blocks:
+        if recomputes:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
     return model
@@ -104,9 +109,9 @@ def compiled(stage: int, **plan: Any) -> Callable[[GPT], nn.Module]:
     return wrap
 
 
-def _in_bf16(wrap: Callable[[GPT], nn.Module]) -> System:
+def _in_bf16(wrap: Callable[[GPT], nn.Module], baseline: str = "fsdp2-bf16") -> System:
     """Return a bf16 system. Two orders of the same bf16 sums differ by its last bit (8 bits)."""
-    return System(wrap, baseline="fsdp2-bf16", loss_tolerance=2e-2)
+    return System(wrap, baseline=baseline, loss_tolerance=2e-2)
 
 
 def _offloaded(tiers: dict[str, str], **plan: Any) -> System:
@@ -120,6 +125,10 @@ SYSTEMS: dict[str, System] = {
     "ddp-heap": System(ddp, KEEP_HEAP),
     "nocomm": System(lambda model: model, communicates=False),
     "fsdp2-bf16": _in_bf16(lambda model: fsdp2(model, torch.bfloat16)),
+    "fsdp2-recompute": System(partial(fsdp2, recomputes=True), baseline="fsdp2-recompute"),
+    "fsdp2-bf16-recompute": _in_bf16(
+        partial(fsdp2, dtype=torch.bfloat16, recomputes=True), "fsdp2-bf16-recompute"
+    ),
     "fsdp2-offload": System(partial(fsdp2, offloads=True)),
     "deepspeed-offload": System(
         partial(peers.deepspeed, lr=LR), optimizer=peers.engine, package="deepspeed"
@@ -129,6 +138,10 @@ SYSTEMS: dict[str, System] = {
         optimizer=partial(peers.torchao, lr=LR),
         communicates=False,
         package="torchao",
+    ),
+    "zerofx-3-recompute": System(compiled(3, activations="recompute"), baseline="fsdp2-recompute"),
+    "zerofx-3-bf16-recompute": _in_bf16(
+        compiled(3, activations="recompute", precision="bf16"), "fsdp2-bf16-recompute"
     ),
     "zerofx-3-flat": System(compiled(3), optimizer=flat_adamw),
     "zerofx-3-host-states": _offloaded({"optimizer": "cpu"}),

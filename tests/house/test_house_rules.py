@@ -74,6 +74,7 @@ LISTS = {
 }
 ONE_IMPORTER = {
     "zerofx.ops.buffers": "a family of ops",
+    "zerofx.ops.slots": "a family of ops",
     "zerofx.analysis.recompute.solve": "an algorithm by itself, with its source",
     "zerofx.optim.lion": "one module per optimizer",
 }

@@ -207,7 +207,7 @@ def test_the_peak_of_a_step_counts_what_lives_on():
         memory_event(20, 400, 1000),  # after the step
         memory_event(21, 400, -1000),
     ]
-    assert peaks(events) == [Peak(130, 130)]
+    assert peaks(events) == [Peak(130, 130, 100, 100)]
     assert peaks(events[:1]) == []
 
 
@@ -221,9 +221,9 @@ def test_a_block_freed_unseen_lies_between_the_bounds():
         memory_event(6, 210, 50),  # so it had ended by now
         memory_event(7, 210, -50),
     ]
-    assert peaks(events) == [Peak(150, 150)]
+    assert peaks(events) == [Peak(150, 150, 100, 100)]
     assert peaks([*events[:5], memory_event(6, 300, 40), memory_event(7, 300, -40)]) == [
-        Peak(140, 170)
+        Peak(140, 170, 100, 130)
     ]
 
 
@@ -236,4 +236,7 @@ def test_measured_peak_is_what_torch_allocates():
             torch.ones(300)
         with memory.step():
             kept.zero_()
-    assert memory.steps == [Peak(6000, 6000), Peak(4000, 4000)]
+    assert memory.steps == [
+        Peak(6000, 6000, 4000, 4000),
+        Peak(4000, 4000, 4000, 4000),
+    ]

@@ -74,7 +74,7 @@ def run_equal_updates(stage: int, kind: str) -> float:
 
 # -- memory between steps -------------------------------------------------------------------------
 def run_rest() -> tuple[list[int], list[int], bool]:
-    """Return gradient bytes while set, then in the next forward, and whether one is kept."""
+    """Return gradient bytes while set, then after zero_grad, and whether one is kept."""
     from zerofx.tools.demo.gpt import GPT as Model
     from zerofx.tools.demo.gpt import GPTConfig
 
@@ -92,8 +92,10 @@ def run_rest() -> tuple[list[int], list[int], bool]:
     kept = model.blocks[0].mlp.up.weight.grad.to_local()
     before = kept.clone()
     model.zero_grad()
+    later = held()
     model(tokens, tokens)
-    return first, held(), torch.equal(kept, before)
+    assert held() == later
+    return first, later, torch.equal(kept, before)
 
 
 def test_idle_gradients_are_freed_unless_held(pool: Any) -> None:

@@ -192,8 +192,8 @@ def receive_buffers(device: torch.device) -> Scratch[Tensor]:
 def ordered_sum(parts: Sequence[Tensor], out: Tensor, scale: float) -> None:
     """Set `out` to scale * (((parts[0] + parts[1]) + parts[2]) + ...).
 
-    `out` may alias the first part, but no other. Long parts are summed in stretches, so that the
-    second and later passes find their data in the cache.
+    `out` may alias the first or the second part, but no later one. Long parts are summed in
+    stretches, so that the second and later passes find their data in the cache.
     """
     numel = out.numel()
     step = max(STRETCH_BYTES // out.element_size(), 1)

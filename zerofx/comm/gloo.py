@@ -87,7 +87,7 @@ class GlooAxis(Axis):
             handles = [dist.all_to_all_single(landing, full, group=self._reduces, async_op=True)]
         else:
             slices = full.view(size, numel).unbind(0)
-            parts = self._parts(loans, slices[self.rank])
+            parts = self._parts(loans, slices[self.rank], out)
             handles = self._exchange(self._reduce_wire, slices, parts, label)
 
         def finish() -> None:
@@ -203,9 +203,16 @@ class GlooAxis(Axis):
     def _borrow(self, sizes: Sequence[int], dtype: torch.dtype) -> list[Loan[Tensor]]:
         return [self._scratch.borrow(numel, dtype) for numel in sizes]
 
-    def _parts(self, loans: Sequence[Loan[Tensor]], own: Tensor) -> list[Tensor]:
-        """Return each rank's part, in rank order; those of other ranks are receive buffers."""
+    def _parts(
+        self, loans: Sequence[Loan[Tensor]], own: Tensor, out: Tensor | None = None
+    ) -> list[Tensor]:
+        """Return each rank's part, in rank order; those of other ranks are receive buffers.
+
+        out: the result of their sum, in which the first of these is received.
+        """
         parts = [loan.buffer[: own.numel()] for loan in loans]
+        if out is not None:
+            parts.insert(0, out)
         parts.insert(self.rank, own)
         return parts
 

@@ -135,7 +135,7 @@ class Writer:
         name = self.names[node]
         if node.op == "placeholder":
             statement = f"    {name},"
-        elif kind_of(node) is Kind.RELEASE:
+        elif kind_of(node) in (Kind.RELEASE, Kind.FREE):
             statement = f"    {self._call(node, volatile)}"
         else:
             statement = f"    {name} = {self._call(node, volatile)}"

@@ -40,6 +40,7 @@ class Kind(Enum):
     RELEASE = "release"  # drops a gathered copy
     SYNC = "sync"  # a collective that is launched and waited for in one call
     PAUSE = "pause"  # hands results out; what follows runs when the schedule comes back to it
+    FREE = "free"  # frees the memory of a slot that holds nothing any more
 
 
 STEPS = frozenset({Kind.LAUNCH, Kind.WAIT, Kind.RELEASE, Kind.PACK, Kind.UPDATE, Kind.SYNC})
@@ -442,10 +443,13 @@ def is_exchange(node: fx.Node) -> bool:
     return spec is not None and spec.is_exchange
 
 
+_LEAVING = frozenset({Kind.RELEASE, Kind.FREE})  # kinds that name a slot and take none
+
+
 def takes_slot(node: fx.Node) -> bool:
     """Return whether a node's result may be in a slot."""
     spec = spec_of(node)
-    return spec is not None and spec.slot is not None and spec.kind is not Kind.RELEASE
+    return spec is not None and spec.slot is not None and spec.kind not in _LEAVING
 
 
 def slot_of(node: fx.Node) -> int:

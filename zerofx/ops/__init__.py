@@ -52,6 +52,7 @@ from zerofx.ops.shards import offload_grad as offload_grad
 from zerofx.ops.shards import read_shard as read_shard
 from zerofx.ops.shards import refresh_shard as refresh_shard
 from zerofx.ops.shards import reload_shard as reload_shard
+from zerofx.ops.slots import free_slot as free_slot
 from zerofx.ops.values import offload as offload
 from zerofx.ops.values import read_back as read_back
 from zerofx.ops.values import reload as reload

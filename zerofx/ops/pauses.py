@@ -48,7 +48,7 @@ def _order(o: Order, node: fx.Node) -> None:
             f"{node.name} hands out {node.args[0]}, and the gradients of inputs are {due}.",
         )
     for buffer in o.buffers:
-        if what := _left_open(o, buffer):
+        if what := left_open(o, buffer):
             o.fail(
                 node,
                 f"{node.name} comes while {o.label(buffer)} {what}. Other micro-batches run "
@@ -56,7 +56,7 @@ def _order(o: Order, node: fx.Node) -> None:
             )
 
 
-def _left_open(o: Order, buffer: Buffer) -> str:
+def left_open(o: Order, buffer: Buffer) -> str:
     """Return in what state a buffer is that must not last over a pause; empty if it may."""
     if buffer.in_flight:
         return "is in flight"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 
 from torch import fx
 
-from zerofx.ir.graphs import is_in_place, users_after_views
-from zerofx.ir.meta import nbytes, value
-from zerofx.ir.program import Planned
+from zerofx import ops
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.standing import is_slot
+from zerofx.ir.graphs import call, is_in_place, users_after_views
+from zerofx.ir.meta import info, nbytes, set_info, value
+from zerofx.ir.program import BACKWARD, Planned
 from zerofx.ir.spec import Kind, is_reduction, kind_of, set_slot, takes_slot, wait_for
-from zerofx.layout.buckets import Layout
+from zerofx.policy import resting
 
 
 def assign(program: Planned) -> list[int]:
@@ -21,30 +27,32 @@ def assign(program: Planned) -> list[int]:
 
     A slot holds one buffer at a time, and only within one call. A value that outlives its call (a
     kept bucket) gets memory of its own, and a gradient that is reduced in place uses the memory of
-    p.grad. All graphs share one pool of slots, since calls never overlap. The largest buffers
-    choose first, so that no small buffer occupies a slot that a larger one needs at that time.
+    p.grad. All graphs share one pool of slots, since calls never overlap.
+
+    Slots of forward are kept between steps. Backward therefore uses them first, and frees each
+    other slot after its last buffer if more compute follows (`free_slot`). Several orders in which
+    buffers choose are tried. The one with the lowest peak of the whole step is used.
     """
-    buffers = [b for gm in program.graphs.values() for b in _buffers(gm.graph, program.layout)]
-    slots: list[_Slot] = []
-    for number, buffer in sorted(enumerate(buffers), key=lambda b: -b[1].nbytes):
-        # the smallest free slot; slots are created in order of decreasing size
-        slot = next((s for s in reversed(slots) if s.is_free(buffer)), None)
-        if slot is None:
-            slot = _Slot()
-            slots.append(slot)
-        slot.take(buffer, number)
-    slots.sort(key=lambda s: s.first)  # numbered in the order of first use
+    buffers = list(_buffers(program))
+    slots = _best(program, buffers, _colourings(buffers))
+    slots.sort(key=lambda s: min(b.number for b in s.held))  # numbered in the order of first use
     for number, slot in enumerate(slots):
         for buffer in slot.held:
             _write(buffer, number)
-    return [max(b.nbytes for b in slot.held) for slot in slots]
+    for number, slot in enumerate(slots):
+        if end := slot.end(program, number):
+            with end.graph.inserting_after(end):
+                node = call(end.graph, ops.free_slot, (number,))
+            set_info(node, phase=info(end).phase, unit=info(end).unit)
+    return [slot.nbytes for slot in slots]
 
 
 @dataclass(frozen=True, eq=False)
 class _Buffer:
     """A buffer that needs a slot, from its allocating node to the node after which it is free.
 
-    start, stop: the positions of these nodes in the graph.
+    start, stop: the times of these nodes, counted over all graphs. number: its place in program
+    order. is_kept: it is forward's, whose slots are kept between steps.
     """
 
     node: fx.Node
@@ -52,43 +60,144 @@ class _Buffer:
     start: int
     stop: int
     nbytes: int
+    number: int
+    is_kept: bool
 
 
 class _Slot:
-    """The buffers that share one slot in turn, per graph, in order of use.
+    """The buffers that share one slot in turn, in order of use.
 
-    first: the smallest number, in program order, among its buffers.
+    nbytes: the size of its first buffer, which is the largest.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.is_kept = False
         self.held: list[_Buffer] = []
-        self.first = sys.maxsize
-        self._turns: dict[fx.Graph, list[_Buffer]] = {}
 
     def is_free(self, buffer: _Buffer) -> bool:
-        turns = self._turns.get(buffer.node.graph, [])
-        at = bisect_left(turns, buffer.start, key=_start)
-        is_before = at == len(turns) or buffer.stop < turns[at].start
-        return is_before and (at == 0 or turns[at - 1].stop < buffer.start)
+        at = bisect_left(self.held, buffer.start, key=_start)
+        is_before = at == len(self.held) or buffer.stop < self.held[at].start
+        is_after = at == 0 or self.held[at - 1].stop < buffer.start
+        return buffer.nbytes <= self.nbytes and is_before and is_after
 
-    def take(self, buffer: _Buffer, number: int) -> None:
-        insort(self._turns.setdefault(buffer.node.graph, []), buffer, key=_start)
-        self.held.append(buffer)
-        self.first = min(self.first, number)
+    def take(self, buffer: _Buffer) -> None:
+        insort(self.held, buffer, key=_start)
+        self.is_kept |= buffer.is_kept
+
+    def end(self, program: Planned, number: int) -> fx.Node | None:
+        """Return the node after which backward frees the slot, None if it is kept to the end."""
+        kept = program.pool.stay | ({number} if self.is_kept else set())
+        if not resting.frees_slot(program.layout, number, self.nbytes, kept):
+            return None
+        end = self.held[-1].end
+        return end if any(info(n).region is not None for n in _nodes_after(end)) else None
 
 
 def _start(buffer: _Buffer) -> int:
     return buffer.start
 
 
-def _buffers(graph: fx.Graph, layout: Layout) -> Iterator[_Buffer]:
-    """Yield the buffers that need a slot, in graph order."""
-    places = {node: at for at, node in enumerate(graph.nodes)}
-    for node, at in places.items():
-        if takes_slot(node):
-            end = _end(node)
-            if end is not None and not is_in_place(node, layout):
-                yield _Buffer(node, end, at, places[end], nbytes(value(node)))
+def _nodes_after(node: fx.Node) -> Iterator[fx.Node]:
+    while node.op != "output":
+        node = node.next
+        yield node
+
+
+# -- the choice of slots --------------------------------------------------------------------------
+def _colourings(buffers: Sequence[_Buffer]) -> Iterator[list[_Slot]]:
+    """Yield the slots for several orders of choice.
+
+    The largest choose first, so that none occupies a slot that a larger one needs at that time; in
+    two orders those of forward come before those of backward. Among equal ones, the earliest or
+    the latest of backward chooses first, and gets a slot that is kept.
+    """
+    for is_of_size in (True, False):
+        for sign in (1, -1):
+            yield _coloured(
+                sorted(
+                    buffers,
+                    key=lambda b: (
+                        not (is_of_size or b.is_kept),
+                        -b.nbytes,
+                        not b.is_kept,
+                        b.number if b.is_kept else sign * b.number,
+                    ),
+                )
+            )
+
+
+def _coloured(buffers: Iterable[_Buffer]) -> list[_Slot]:
+    """Return the slots of buffers that choose one after the other.
+
+    Each takes the smallest slot that is free and large enough, if possible one that is kept.
+    """
+    slots: list[_Slot] = []
+    for buffer in buffers:
+        free = (s for s in slots if s.is_free(buffer))
+        slot = min(free, key=lambda s: (not s.is_kept, s.nbytes), default=None)
+        if slot is None:
+            slot = _Slot(buffer.nbytes)
+            slots.append(slot)
+        slot.take(buffer)
+    return slots
+
+
+def _best(
+    program: Planned, buffers: Sequence[_Buffer], colourings: Iterable[list[_Slot]]
+) -> list[_Slot]:
+    """Return the slots with the lowest peak of the step, and then the fewest bytes."""
+    found = {_profile(program, slots): slots for slots in reversed(list(colourings))}
+    if len(found) == 1:
+        return next(iter(found.values()))
+    others = _others(program, buffers)
+
+    def cost(profile: tuple[tuple[int, int, int], ...]) -> tuple[int, int]:
+        change = [0] * (len(others) + 1)
+        for size, birth, death in profile:
+            change[birth] += size
+            change[min(death, len(others) - 1) + 1] -= size
+        held = accumulate(change[:-1])
+        return max(map(add, others, held)), sum(size for size, _, _ in profile)
+
+    return found[min(reversed(found), key=cost)]
+
+
+def _profile(program: Planned, slots: Sequence[_Slot]) -> tuple[tuple[int, int, int], ...]:
+    """Return (bytes, first time, last time) of the memory of each slot, in a fixed order."""
+    found = []
+    for number, slot in enumerate(slots):
+        is_kept = slot.is_kept or not resting.frees(program.layout, slot.nbytes)
+        stop = slot.held[-1].stop if slot.end(program, number) else sys.maxsize
+        found.append((slot.nbytes, 0 if is_kept else slot.held[0].start, stop))
+    return tuple(sorted(found))
+
+
+def _others(program: Planned, buffers: Sequence[_Buffer]) -> list[int]:
+    """Return the bytes at each time besides those of slots."""
+    for number, buffer in enumerate(buffers):
+        _write(buffer, number)
+    program.slot_bytes = tuple(buffer.nbytes for buffer in buffers)
+    found = memory(program, accumulation=1, no_sync=False)
+    curve = list(found.curve)
+    for storage in filter(is_slot, found.storages):
+        for time in range(storage.birth, storage.death + 1):
+            curve[time] -= storage.nbytes
+    return curve
+
+
+def _buffers(program: Planned) -> Iterator[_Buffer]:
+    """Yield the buffers that need a slot, in program order."""
+    numbers, first = itertools.count(), 0
+    for name in sorted(program.graphs, key=lambda name: name == BACKWARD):
+        nodes = list(program.graph(name).nodes)
+        times = {node: time for time, node in enumerate(nodes, first)}
+        first += len(nodes)
+        for node, time in times.items():
+            end = _end(node) if takes_slot(node) else None
+            if end is not None and not is_in_place(node, program.layout):
+                size, is_kept = nbytes(value(node)), name != BACKWARD
+                yield _Buffer(node, end, time, times[end], size, next(numbers), is_kept)
 
 
 def _write(buffer: _Buffer, slot: int) -> None:

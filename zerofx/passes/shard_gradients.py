@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import ClassVar
 
 import torch
 from torch import fx
 
 from zerofx import ops
+from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.memory.storage import Category, Storage
 from zerofx.ir.graphs import (
     add_placeholder,
     call,
@@ -34,7 +39,9 @@ _REDUCE_ROWS = {"reduce_scatter": ops.reduce_scatter_rows, "all_reduce": ops.all
 class ShardGradients(Pass):
     """Pack gradients into their bucket as regions finish, reduce, and store the rank's slice.
 
-    The declared scale is 1 / world size: gradients are the mean over ranks.
+    The declared scale is 1 / world size: gradients are the mean over ranks. The first gradients of
+    a bucket wait for later ones if that lowers the peak: its buffer then exists for a shorter time,
+    and more saved activations are freed before it.
 
     by_rows: if a bucket consists of one table that is only used by lookups, its reduction also
         receives the indices of the rows that have gradients. The number of distinct rows is known
@@ -76,6 +83,7 @@ class ShardGradients(Pass):
                 by_end[first] = [g for e in (*early, first) for g in by_end.pop(e, [])]
                 ends = [first, *ends[len(early) + 1 :]]
             groups[index] = [(end, by_end[end]) for end in ends]
+        _open_later(program, groups)
         stored = []
         for index in sorted(groups, key=lambda b: place[groups[b][-1][0]]):
             bucket = program.layout.buckets[index]
@@ -143,6 +151,54 @@ class ShardGradients(Pass):
             bucket.is_away or bucket.tile is not None or len(reduction.legs(layout.mesh)) != 1
         )
         return looked_up(grads[0][1]) if self.by_rows and is_table and not is_whole else []
+
+
+Groups = list[tuple[fx.Node, list[tuple[str, fx.Node]]]]
+
+
+def _open_later(program: Planned, groups: dict[int, Groups]) -> None:
+    """Let the first gradients of each bucket be packed with later ones if that lowers the peak."""
+    if all(len(of_bucket) == 1 for of_bucket in groups.values()):
+        return
+    found = memory(program, accumulation=1, no_sync=False)
+    curve, times = list(found.curve), {node: t for t, (_, node) in enumerate(found.life.nodes)}
+    made: dict[str, Storage] = {}
+    for storage in found.life.storages:
+        if storage.category is Category.GRADIENTS and storage.name in program.params:
+            made[storage.name] = storage
+            for time in range(storage.birth, storage.death + 1):
+                curve[time] -= storage.nbytes
+    for index, of_bucket in groups.items():
+        bucket = program.layout.buckets[index]
+        size = bucket.numel * bucket.reduce_dtype.itemsize
+        ends = [times[end] for end, _ in of_bucket]
+        parts = [[made[n] for n, _ in group if n in made] for _, group in of_bucket]
+        peaks = [_peak_bytes(curve, size, ends, parts, first) for first in range(len(ends))]
+        first = peaks.index(min(peaks))
+        together = [grad for _, group in of_bucket[: first + 1] for grad in group]
+        of_bucket[: first + 1] = [(of_bucket[first][0], together)]
+
+
+def _peak_bytes(
+    curve: Sequence[int],
+    size: int,
+    ends: Sequence[int],
+    parts: Sequence[Sequence[Storage]],
+    first: int,
+) -> int:
+    """Return the peak if a bucket's groups up to the one numbered `first` are packed together.
+
+    curve: the bytes at each time without gradients. size: of the buffer. ends: the times at which
+    groups are made. parts: the gradients in each.
+    """
+    change = [0] * (len(curve) + 1)
+    for number, storages in enumerate(parts):
+        packed = ends[max(number, first)]
+        for storage in storages:
+            change[storage.birth] += storage.nbytes
+            change[max(packed, storage.birth) + 1] -= storage.nbytes
+    change[ends[first]] += size
+    return max(map(add, curve, accumulate(change)))
 
 
 def _cast(bucket: Bucket, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -22,8 +22,11 @@ class Receives:
 
 @lru_cache(maxsize=4096)
 def reduce_scatter_receives(numel: int, size: int, is_native: bool) -> Receives:
-    """Return the buffers to borrow for reducing a slice of `numel` elements over `size` ranks."""
-    return Receives((numel * size,) if is_native else (numel,) * (size - 1))
+    """Return the buffers to borrow for reducing a slice of `numel` elements over `size` ranks.
+
+    A direct exchange receives one of the `size` - 1 messages in the result itself.
+    """
+    return Receives((numel * size,) if is_native else (numel,) * (size - 2))
 
 
 @lru_cache(maxsize=4096)

@@ -134,6 +134,7 @@ class Engine:
     def keep_memory(self) -> None:
         """Keep working memory at fixed addresses from now on, and share none of it between uses."""
         self.keeps_memory, self.gradients.lends = True, False
+        self.store.grads.keep_memory()
 
     def rest(self, is_last: bool = True) -> None:
         """End a backward: settle its gradients, then free the memory that only a backward needs.
@@ -267,6 +268,11 @@ class Engine:
     def release(self, full: Tensor, slot: int = -1) -> None:
         """Return a gathered bucket's slot to the pool."""
         self.slots.give(slot, full)
+
+    def free_slot(self, slot: int) -> None:
+        """Free the memory of a slot that only backward uses, until it is next taken."""
+        if not self.keeps_memory:
+            self.slots.rest(lambda i, nbytes: i == slot and self._frees_slot(i, nbytes))
 
     # -- buffers ----------------------------------------------------------------------------
     def sync_buffers(self, values: Sequence[Tensor]) -> list[Tensor]:

@@ -46,6 +46,9 @@ class Schedule(Protocol):
     def release(self, full: Tensor, slot: int = -1) -> None:
         """Return a gathered bucket's slot to the pool."""
 
+    def free_slot(self, slot: int) -> None:
+        """Free the memory of a slot that only backward uses, until it is next taken."""
+
     def grad_buffer(self, bucket: int, zero: bool = False, slot: int = -1) -> Tensor:
         """Return the flat buffer into which a bucket's gradients are packed."""
 

@@ -170,7 +170,7 @@ class Executable:
     # -- the two halves ---------------------------------------------------------------------
     def run_forward(self, call: Call) -> list[Tensor]:
         engine = self.engine
-        if self.contract.is_training and not engine.keeps_memory:
+        if self.contract.is_training:
             engine.store.grads.rest()
         kind = "forward" if self.contract.is_training else "inference"
         engine.store.ledger.check_whole(f"{kind} of {self.contract.label}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import op_sets
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_cases import Choice
@@ -10,8 +13,12 @@ from passes_compact import before, run
 from torch import fx
 
 from zerofx import ops
+from zerofx.analysis.memory.memory import memory
+from zerofx.errors import ProgramError
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.program import Planned
+from zerofx.ir.verify import verify
+from zerofx.layout import buckets
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.keep_gathered import KeepGathered
 from zerofx.passes.prefetch import PrefetchGathers
@@ -130,3 +137,36 @@ def test_slots_never_overlap(
     ):
         program = run(program, made)
     check(program)
+
+
+def freed(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    monkeypatch.setattr(buckets, "REST_BYTES", 1)
+    return run(before("gpt", replace(FINE, prefetch=0), "assign-slots"), AssignSlots())
+
+
+def test_slots_that_only_backward_uses_are_freed_after_their_last_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = freed(monkeypatch)
+    kept = {slot for slot, *_ in uses(program, "forward")}
+    nodes = list(program.graph("backward").nodes)
+    frees = {n.args[0]: nodes.index(n) for n in nodes if n.target is ops.free_slot}
+    assert frees and not kept & frees.keys()
+    for slot, at in frees.items():
+        assert at == 1 + max(last for s, _, last, _ in uses(program, "backward") if s == slot)
+    storages = {s.name: s for s in memory(program).storages if s.name.startswith("slot ")}
+    first = len(program.graph("forward").nodes)
+    assert {slot: first + at for slot, at in frees.items()} == {
+        slot: storages[f"slot {slot}"].death for slot in frees
+    }
+
+
+def test_a_slot_in_use_is_not_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = freed(monkeypatch)
+    free = next(n for n in program.graph("backward").nodes if n.target is ops.free_slot)
+    (slot,) = free.args
+    made = [n for n in program.graph("backward").nodes if n.target in (ops.all_gather,)]
+    gather = next(n for n in reversed(made) if slot_of(n) == slot)
+    gather.append(free)
+    with pytest.raises(ProgramError, match=f"frees slot {slot} while"):
+        verify(program)

@@ -53,14 +53,14 @@ def test_each_layer_is_reduced_behind_its_region() -> None:
     ]
 
 
-def test_a_merged_bucket_is_packed_as_regions_finish_and_reduced_at_the_end() -> None:
+def test_a_merged_bucket_is_packed_in_parts_and_reduced_at_the_end() -> None:
     assert communication(reduce("chain", Choice(3, bucket_bytes=1500, persist_below=0))) == [
         "grads 2",
         "pack 2: layers.3.linear.weight, layers.3.linear.bias",
         "reduce 2", "wait reduce 2", "store 2",
         "grads 1",
-        "pack 1: layers.2.linear.weight, layers.2.linear.bias",
-        "pack 1: layers.1.linear.weight, layers.1.linear.bias",
+        "pack 1: layers.2.linear.weight, layers.2.linear.bias, layers.1.linear.weight, "
+        "layers.1.linear.bias",  # together: its buffer is made when more activations are gone
         "reduce 1", "wait reduce 1", "store 1",
         "grads 0",
         "pack 0: layers.0.linear.weight, layers.0.linear.bias",

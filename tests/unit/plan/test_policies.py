@@ -137,7 +137,7 @@ def nothing_is_dropped(changed: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_too_small_makes_room(pool: Pool) -> None:
-    follow(pool, {}, nothing_is_dropped, "receive buffers")
+    follow(pool, {}, nothing_is_dropped, "receive buffers", ranks=3)
 
 
 def twice_as_large(changed: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def twice_as_large(changed: pytest.MonkeyPatch) -> None:
 
 
 def test_what_a_reduction_receives_into(pool: Pool) -> None:
-    follow(pool, {}, twice_as_large, "receive buffers")
+    follow(pool, {}, twice_as_large, "receive buffers", ranks=3)
 
 
 # -- what rests -----------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def everything_rests(changed: pytest.MonkeyPatch) -> None:
 
 def test_what_rests_between_steps(pool: Pool) -> None:
     low = {"precision": {"compute": "bf16", "reduce": "bf16"}}
-    follow(pool, low, everything_rests, "receive buffers", "slices", "gradients")
+    follow(pool, low, everything_rests, "receive buffers", "slices", "gradients", ranks=3)
 
 
 def all_slots_rest(changed: pytest.MonkeyPatch) -> None:

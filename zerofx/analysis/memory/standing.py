@@ -479,14 +479,18 @@ def _states(program: Planned, life: Lifetimes, optimizer_bytes: int) -> list[Sto
 
 
 def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
-    """Return the slots: those that forward uses and small ones exist at all times.
+    """Return the slots: those that forward uses and small ones exist at all times, unlike others.
 
     A slot is as large as the largest need of the model's programs.
     """
     uses: dict[int, list[int]] = {}
+    freed: dict[int, int] = {}  # slot -> the time from which it is not used any more
     for time, (_, node) in enumerate(life.nodes):
         if takes_slot(node):
             uses.setdefault(slot_of(node), []).append(time)
+            freed.pop(slot_of(node), None)
+        elif kind_of(node) is Kind.FREE:
+            freed[slot_of(node)] = time
     paused = next((t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.PAUSE), -1)
     found = []
     layout, stay = program.layout, program.pool.stay | forward_slots(program)
@@ -499,7 +503,8 @@ def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
             used = uses.get(slot, [])
             before, after = [t for t in used if t < paused], [t for t in used if t >= paused]
             parts = (before, paused), (after, life.end)
-            times = [(part[0], end) for part, end in parts if part]
+            last = freed.get(slot, life.end)
+            times = [(part[0], min(end, last)) for part, end in parts if part]
         found += [
             Storage(Category.COMMUNICATION, size, slot_name(slot), birth, death, Info())
             for birth, death in times

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import is_
 
@@ -187,6 +188,7 @@ class StoreGrads:
         self._params, self._pieces, self._flats = params, pieces, flats
         self.shards: dict[int, GradShard] = {}
         self._handed: dict[int, nn.Parameter] = {}  # bucket -> one of those handed over
+        self._keeps_memory = False
 
     def target(self, bucket: int) -> tuple[Tensor, bool]:
         """Return (flat tensor to receive the reduced gradient, whether to add to it).
@@ -255,10 +257,14 @@ class StoreGrads:
         first = *(shard.params[0] for shard in self.shards.values()), *self._handed.values()
         return any(param.grad is not None for param in first)
 
+    def keep_memory(self) -> None:
+        """Free no gradient shard from now on, whether one is shown or not."""
+        self._keeps_memory = True
+
     def rest(self) -> None:
         """Free gradient shards that no p.grad shows, according to `policy/resting.py`."""
-        if self._ledger.updates is not None:
-            return  # freed by each update
+        if self._ledger.updates is not None or self._keeps_memory:
+            return  # freed by each update, or never
         for shard in self.shards.values():
             shard.rest()
 
@@ -309,6 +315,17 @@ class StoreGrads:
 
         return run
 
+    def _rests(self, shard: GradShard) -> Callable[[], None]:
+        """Return a function that frees a shard that no p.grad shows, and keeps nothing alive."""
+        held, us = weakref.ref(shard), weakref.ref(self)
+
+        def rest() -> None:
+            shard, grads = held(), us()
+            if shard is not None and grads is not None and not grads._keeps_memory:
+                shard.rest()
+
+        return rest
+
     # -- a block's shard ------------------------------------------------------------------------
     def _block(self, bucket: int) -> int:
         return self._layout.block_of[bucket]
@@ -331,4 +348,6 @@ class StoreGrads:
                 wake,
             )
             self.shards[block] = shard
+            if self._ledger.updates is None:  # zero_grad comes to the last parameter last
+                self._ledger.when_dropped[names[-1]] = self._rests(shard)
         return shard

@@ -121,6 +121,8 @@ class Ledger:
     hooks: by parameter name, the functions to call with it after each backward.
     layered: by parameter name, how those that were DTensors lay over their meshes.
     reader: while the model's forward runs eagerly, returns a parameter as a whole tensor, by name.
+    when_dropped: by parameter name, the function to call when p.grad of a sharded parameter is set
+        to None.
     """
 
     def __init__(self, layout: Layout, world: World, in_backward: bool = False) -> None:
@@ -142,6 +144,7 @@ class Ledger:
         self.layered: Mapping[str, Layered] = {}
         self.reader: Callable[[str], Tensor | None] | None = None
         self.on_step: Callable[[], None] | None = None  # called after an optimizer's step
+        self.when_dropped: dict[str, Callable[[], None]] = {}
 
     def check_whole(self, what: str) -> None:
         """Refuse to use parameters if a failed update has reached only some of them.

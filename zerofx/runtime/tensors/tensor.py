@@ -159,6 +159,8 @@ class ShardedTensor(DTensor):
 
     def _set_grad(self, value: torch.Tensor | None) -> None:
         self._grad = None if value is None else checked_grad(self, value)
+        if value is None and (drop := self.zfx.ledger.when_dropped.get(self.zfx.name)):
+            drop()
 
     grad: Any = property(attrgetter("_grad"), _set_grad)
 

@@ -24,10 +24,13 @@ class Peak:
     """Peak of one step. The two differ only by blocks that another thread freed unseen:
 
     low_bytes counts those not at all, high_bytes until their addresses are used again.
+    left_low_bytes, left_high_bytes: what is left when the step has ended.
     """
 
     low_bytes: int
     high_bytes: int
+    left_low_bytes: int
+    left_high_bytes: int
 
 
 class PeakMemory:
@@ -62,7 +65,8 @@ class PeakMemory:
             yield
         if self.device.type == "cuda":
             peak_bytes = torch.cuda.max_memory_allocated(self.device)
-            self.steps.append(Peak(peak_bytes, peak_bytes))
+            left_bytes = torch.cuda.memory_allocated(self.device)
+            self.steps.append(Peak(peak_bytes, peak_bytes, left_bytes, left_bytes))
 
     def __exit__(
         self,
@@ -97,4 +101,7 @@ def peaks(events: list[dict[str, Any]]) -> list[Peak]:
         b.is_ghost |= b.made_at >= steps[0][0] and b.freed_at == NEVER
     sure = Levels([b for b in blocks if not b.is_ghost], 0.0)
     unsure = Levels(blocks, 0.0)
-    return [Peak(sure.most(*s), unsure.most(*s)) for s in steps]
+    return [
+        Peak(sure.most(*s), unsure.most(*s), sure.most(s[1], s[1]), unsure.most(s[1], s[1]))
+        for s in steps
+    ]
