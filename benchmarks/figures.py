@@ -26,10 +26,10 @@ STEP_TIME = {  # the file of each size: a run takes hours, so that sizes were me
     "4x32": "step_time-20261121-033352", "4x128": "step_time-20261121-033352",
     "8x384": "step_time-20261121-014820", "4x1024": "step_time-20261121-025559",
 }  # fmt: skip
-MEMORY, BUDGET = "memory-20261127-064846", "budget-20261122-063132"
+MEMORY, BUDGET = "memory-20261128-014919", "budget-20261122-063132"
 OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261122-043204"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
-PARALLEL, ONE_PROCESS = "parallel-20261127-234505", "one_process-20261127-234910"
+PARALLEL, ONE_PROCESS = "parallel-20261127-234505", "one_process-20261128-014544"
 BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
 
 OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them

@@ -162,7 +162,7 @@ def test_an_adopted_program_names_the_line(tmp_path: Any) -> None:
         compiled(ZERO, ZERO + 12)
 
 
-@pytest.mark.parametrize("verb", ["unpack", "pack"])
+@pytest.mark.parametrize("verb", ["unpack", "hand_over"])
 def test_an_error_without_a_region_is_left_alone(verb: str) -> None:
     compiled = zerofx.compile(Net(nothing), {"kernels": "aten"}, device="cpu")
     compiled(ZERO, ZERO)

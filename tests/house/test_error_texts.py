@@ -36,18 +36,19 @@ FRAGMENTS = {
     "NotTiled": "it carries a node",
     "Replaced": "the load starts again, and may end with it as the reason",
     "SystemExit": "its argument is a status",
+    "_NotConstant": "it completes 'a mask ...', a reason",
     "_Unreadable": "it is caught where it is raised",
 }
 # Ends that cannot be followed, by file and expression, each with the reason.
 ELSEWHERE = {
     "nvme/faults.py: self.text": "made by `fault_of`, whose texts are of `Fault`",
     "plan/plan.py: contradiction": "yielded by plan/rules.py, whose texts are checked",
-    "runtime/tensors/refuse.py: instead": "given by `refuse_stages`'s callers",
     "integrations/transformers.py: why": "a column of `_REFUSED`",
     "tools/trial/launch.py: found['error']": "the text of an error of a rank",
     "runtime/regions/cache.py: '\\n  '.join(said)": "one line per region",
     "codegen/load.py: lines": "lines of schedule.py",
     "model/budget.py: way_out": "a sentence of each caller",
+    "model/namespace.py: text": "of the BudgetError of the neediest stage",
     "model/programs.py: instead": "what `nearest` returned",
     "tools/calibrate/launch.py: said": "the last lines that the ranks wrote",
     "comm/differences.py: next(fits, _RULES['optimizer'] if is_compile else _SAME_CALLS)": (

@@ -15,7 +15,7 @@ from zerofx.comm.collectives import DONE, Axis, Work, ordered_sum
 from zerofx.ir.meta import Placed, Role, info, value
 from zerofx.ir.program import Program
 from zerofx.layout.buckets import Mesh
-from zerofx.layout.placements import Cut, P, R, join, part
+from zerofx.layout.placements import Cut, Owned, P, R, join, part, serves
 from zerofx.plan.parts import Parallel
 from zerofx.runtime.graph_calls import GraphCalls
 
@@ -189,7 +189,10 @@ def together(values: list[Any], lies: Any, zigzag: bool = False) -> Any:
         return [together(list(v), at, zigzag) for v, at in zip(pieces, each, strict=True)]
     if values[0] is None or lies == R:
         return values[0]
-    if lies == P:
+    if isinstance(lies, Owned):
+        each = torch.stack([v.movedim(lies.dim, 0).flatten(1).ne(0).any(1) for v in values])
+        assert (each.sum(0) <= 1).all(), f"several ranks own a row: {lies}"
+    if serves(lies, P):
         return sum(values[1:], values[0])
     assert isinstance(lies, Cut)
     return join(values, lies, zigzag)

@@ -124,6 +124,43 @@ class Blocks(nn.Module):
         return Result(loss)
 
 
+class Mixture(nn.Module):
+    """Blocks of four experts, of which each token has one, by torch's own products, in bf16."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(16)
+            self.router = nn.Linear(16, 4, bias=False)
+            self.up = nn.Parameter(torch.randn(4, 16, 32) / 4)
+            self.down = nn.Parameter(torch.randn(4, 32, 16) / 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = self.norm(x).flatten(0, 1)
+            weights, chosen = self.router(tokens).softmax(-1).max(-1)
+            order = chosen.argsort(stable=True)
+            counts = chosen.unsqueeze(1) == torch.arange(4)
+            ends = counts.sum(0).cumsum(0).to(torch.int32)
+            up, down = self.up.bfloat16(), self.down.bfloat16()
+            rows = nn.functional.grouped_mm(tokens[order].bfloat16(), up, offs=ends)
+            rows = nn.functional.grouped_mm(nn.functional.gelu(rows), down, offs=ends)
+            rows = rows.float() * weights[order].unsqueeze(1)
+            return x + rows[order.argsort()].view(x.shape)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(64, 16)
+        self.blocks = nn.ModuleList([self.Block(), self.Block()])
+        self.head = nn.Linear(16, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.wte(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return Result(loss)
+
+
 class Own(nn.Module):
     """zerofx's own GPT, which returns its loss alone."""
 
@@ -146,6 +183,7 @@ MODELS = {
     "mixtral": mixtral,
     "batched": lambda: mixtral("batched_mm"),
     "qwen3-moe": qwen3_moe,
+    "mixture": Mixture,
     "gpt2": gpt2,
     "dropout": lambda: gpt2(dropout=0.1),
     "bert": bert,

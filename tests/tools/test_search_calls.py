@@ -36,6 +36,8 @@ from zerofx.tools.views.timeline import format_rate
         ),
         ({"global_samples": 8, "batch_tokens": 64}, "is given in samples and in tokens"),
         ({"plan": {"stag": 3}}, "unknown plan field 'stag'"),
+        ({"hardware": 3}, "hardware is an object of type int. Give the name of a preset"),
+        ({"target": 3}, "search was given an object of type int. It takes a name such as"),
         (
             {"plan": {"shard_axis_size": 3, "parallel": "none"}},
             "search: no valid plan exists: Plan.shard_axis_size = 3 does not divide the world of 4",
@@ -44,7 +46,8 @@ from zerofx.tools.views.timeline import format_rate
 )
 def test_bad_calls_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        zerofx.search(gpt(2), **({"hardware": "dgx-h100", "world_size": 4} | given))
+        named = {"target": gpt(2), "hardware": "dgx-h100", "world_size": 4}
+        zerofx.search(**(named | given))  # type: ignore[arg-type]
 
 
 def images(batch: int = 4) -> Target:

@@ -19,7 +19,7 @@ from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import Proof, run
 from zerofx.plan.plan import Plan
 from zerofx.tools.demo.gpt import GPT, GPTConfig
-from zerofx.tools.search.family import ModelFamily
+from zerofx.tools.search.family import ModelFamily, _stacks
 from zerofx.tools.search.lengthen import lengthened
 from zerofx.tools.search.outcome import outcome
 from zerofx.tools.search.space import Choice
@@ -212,6 +212,28 @@ def test_only_layers_that_repeat_are_repeated(name: str, is_deep: bool) -> None:
         assert made is None
     else:
         check_equal(made, capture(Stack(longer, is_deep), (x,)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_stack"),
+    [
+        ([{}] * 12, True),
+        ([{"number": i, "rate": 0.1 * i} for i in range(12)], True),
+        ([{"has_window": bool(i % 2)} for i in range(12)], True),
+        ([{"has_window": i % 6 == 5} for i in range(12)], False),
+        ([{"kind": "full" if i == 7 else "sliding"} for i in range(12)], False),
+        ([{"width": 2**i} for i in range(12)], False),
+    ],
+    ids=["equal", "counted", "alternating", "each sixth", "one in the middle", "growing"],
+)
+def test_layers_with_other_settings_are_not_identical(
+    settings: list[dict[str, Any]], is_stack: bool
+) -> None:
+    stack = Stack([1.0] * len(settings))
+    for layer, own in zip(stack.layers, settings, strict=True):
+        for name, setting in own.items():
+            setattr(layer.linear, name, setting)
+    assert list(_stacks(stack)) == (["layers"] if is_stack else [])
 
 
 def test_layers_that_others_read_are_not_repeated() -> None:

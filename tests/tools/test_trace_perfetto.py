@@ -51,7 +51,7 @@ def ask(trace: Path, *queries: str) -> list[list[list[Any]]]:
 
 
 def test_a_recording_beside_its_program(tmp_path: Path) -> None:
-    program, recording = recorded()
+    program, recording = recorded(precision="bf16")  # so that buckets are packed
     path = program.look(recording).trace(tmp_path / "run.json.gz")
     slices, threads, counters = ask(
         path,
@@ -112,7 +112,7 @@ def test_offloaded_ranks_beside_their_prediction(pool: Any, tmp_path: Path) -> N
 
 def test_damage_is_noticed(tmp_path: Path) -> None:
     """The engine does tell: a truncated trace has fewer slices, or an error."""
-    program, recording = recorded()
+    program, recording = recorded(precision="bf16")  # so that buckets are packed
     path = program.look(recording).trace(tmp_path / "run.json.gz")
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(AssertionError):

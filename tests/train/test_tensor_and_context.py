@@ -34,6 +34,7 @@ SEQUENCE = BOTH | {"sequence": True}
         slow("bert", 4, {"stage": 0}),
         slow("t5", 4, {"stage": 3}),
         slow("mixtral", 4, {"stage": 3}),
+        slow("mixtral", 4, {"stage": 3, "parallel": BOTH | {"experts": True}}),
         slow("grouped", 4, {"stage": 3, "parallel": BOTH | RING}),
         slow("gpt2", 4, {"stage": 2, "parallel": BOTH | RING}),
         slow("llama", 8, {"stage": 3}),

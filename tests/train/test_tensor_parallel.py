@@ -80,6 +80,10 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+EXPERTS = {"tensor": 2, "experts": True}
+NAMED = {"blocks.*.up": "experts", "blocks.*.down": "experts"}
+
+
 @pytest.mark.parametrize(
     ("name", "ranks", "plan"),
     [
@@ -94,6 +98,15 @@ def slow(*values: Any) -> Any:
         slow("mixtral", 2, {"stage": 3, "parallel": {"tensor": 2}, "kernels": "inductor"}),
         slow("mixtral", 2, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("qwen3-moe", 4, {"stage": 3, "parallel": {"tensor": 2}}),
+        ("mixture", 2, {"stage": 3, "parallel": {"tensor": 2, "placements": NAMED}}),
+        slow("mixture", 4, {"stage": 2, "parallel": {"tensor": 4, "placements": NAMED}}),
+        slow("mixtral", 2, {"stage": 3, "parallel": EXPERTS}),
+        slow("mixtral", 2, {"stage": 3, "parallel": EXPERTS, "kernels": "inductor"}),
+        slow("mixtral", 2, {"stage": 1, "parallel": {**EXPERTS, "sequence": True}}),
+        slow("mixtral", 4, {"stage": 3, "parallel": EXPERTS, "activations": "recompute"}),
+        slow("mixtral", 4, {"stage": 0, "parallel": {**EXPERTS, "tensor": 4}}),
+        slow("qwen3-moe", 2, {"stage": 2, "parallel": EXPERTS}),
+        slow("qwen3-moe", 4, {"stage": 3, "parallel": EXPERTS}),
         slow("vit", 4, {"stage": 1, "parallel": {"tensor": 2, "sequence": True}}),
         slow("llama", 2, {"stage": 3, "parallel": {"tensor": 2}, "activations": "recompute"}),
         slow("llama", 4, {"stage": 3, "parallel": {"tensor": 2}}),
@@ -106,18 +119,18 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
     for optimizer, tolerance in (("sgd", 2e-6), ("adamw", 1e-5)):
         data = ranks // plan["parallel"]["tensor"]
         expected = plain(name, optimizer, data)
-        for found in pool.run(ranks, train, name, optimizer, plan):
+        for found in pool.run(ranks, train, name, optimizer, plan, timeout_s=400):
             compare(found, expected, tolerance)
 
 
-def counted(plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def counted(plan: dict[str, Any], name: str = "llama") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the calls and bytes that this rank sent in a step, and those of its program."""
-    model = zerofx.compile(make("llama"), {"kernels": "aten", "outputs": "loss", **plan})
+    model = zerofx.compile(make(name), {"kernels": "aten", "outputs": "loss", **plan})
     optimizer = _optimizer("sgd", model)
     counters = model.zerofx.world.counters
     for step in range(2):
         before = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
-        model(**batch("llama", seed=step)).loss.backward()
+        model(**batch(name, seed=step)).loss.backward()
         after = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
         optimizer.step()
         optimizer.zero_grad()
@@ -142,6 +155,13 @@ def counted(plan: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 )
 def test_ranks_send_what_is_predicted(pool: Pool, ranks: int, plan: dict[str, Any]) -> None:
     for found, predicted in pool.run(ranks, counted, plan):
+        assert found == predicted
+
+
+@pytest.mark.parametrize("ranks", [2, slow(4)])
+def test_ranks_with_whole_experts_send_what_is_predicted(pool: Pool, ranks: int) -> None:
+    plan = {"stage": 3, "parallel": {"tensor": 2, "placements": NAMED}}
+    for found, predicted in pool.run(ranks, counted, plan, "mixture"):
         assert found == predicted
 
 

@@ -122,6 +122,12 @@ def check_same(found: Any, expected: Any) -> None:
 
 
 TENSOR = {"stage": 3, "parallel": {"tensor": 2}}
+EXPERTS = {"stage": 3, "parallel": {"tensor": 2, "experts": True}}
+WHOLE = {"tensor": 4, "experts": True}
+NAMED = {
+    "stage": 3,
+    "parallel": {"tensor": 2, "placements": {"*.up": "experts", "*.down": "experts"}},
+}
 PIPELINE = {"stage": 3, "parallel": {"pipeline": 2}}
 CUBE = {"stage": 3, "parallel": {"pipeline": 2, "tensor": 2}}
 TURNS = {"stage": 2, "parallel": {"pipeline": 2, "schedule": "interleaved", "interleave": 2}}
@@ -149,6 +155,10 @@ CONTEXT = {"stage": 3, "parallel": {"context": 2}}
         slow("t5", "flat", (4, {"stage": 3, "parallel": {"pipeline": 4}}), (3, {"stage": 3})),
         slow("llama", "flat", (2, CONTEXT), (4, CUBE)),
         slow("mixtral", "flat", (2, TENSOR), (1, {"stage": 0})),
+        ("mixture", "adamw", (2, NAMED), (1, {"stage": 3})),
+        slow("mixtral", "adamw", (4, EXPERTS), (2, TENSOR)),
+        slow("mixtral", "flat", (2, TENSOR), (4, {"stage": 1, "parallel": WHOLE})),
+        slow("qwen3-moe", "sgd", (4, {"stage": 2, "parallel": WHOLE}), (3, {"stage": 3})),
         slow("mixtral", "adamw", (2, PIPELINE), (2, TENSOR)),
     ],
 )

@@ -44,7 +44,7 @@ from zerofx.ir.program import FORWARD, JOINT, Calling, Captured, ParamInfo, Use
 from zerofx.ir.settle import settle, settled_results
 from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 from zerofx.layout.placements import Part
-from zerofx.layout.styles import styles_of
+from zerofx.layout.styles import stacks_of, styles_of
 from zerofx.plan.fields import Patterns
 
 MANY_OPERATORS, MANY_OF_A_LINE = 10_000, 1_000  # with both, a loop is unrolled, not layers
@@ -411,6 +411,7 @@ def describe_params(
     groups: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     styles, known = styles_of(model), set(units.values())
+    stacks = stacks_of(model)
     uses: dict[int, list[Use]] = {}
     for number, (name, param) in enumerate(model.named_parameters(remove_duplicate=False)):
         groups.setdefault(id(param), []).append(name)
@@ -432,6 +433,7 @@ def describe_params(
             outputs=_outputs_of(model, names[0]),
             uses=tuple(uses[key]),
             part=parts.get(names[0]),
+            is_stack=names[0] in stacks,
         )
         for key, names in groups.items()
     }

@@ -28,7 +28,7 @@ from zerofx.ir.meta import Hole, Placed, info, set_info, tensors_of, value
 from zerofx.ir.placing import Operands, by_name, check_placed
 from zerofx.ir.program import ParamInfo, Planned, Stage
 from zerofx.layout.buckets import Layout
-from zerofx.layout.placements import Cut, P, Part, Placement, R
+from zerofx.layout.placements import Cut, Owned, P, Part, Placement, R
 from zerofx.plan.parts import Parallel
 from zerofx.runtime.regions.load import MOST_BYTES
 from zerofx.schema import FormError
@@ -37,7 +37,7 @@ NAME = "placements.json"
 
 _COUNT = schema.integer()
 _SHAPE = schema.sequence(_COUNT, most=64)
-_LIES = schema.text(r"R|P|S\(\d{1,9}(, groups=\d{1,9})?\)")
+_LIES = schema.text(r"R|P|S\(\d{1,9}(, groups=\d{1,9})?\)|D\(\d{1,9}, [0-9a-f]{16}\)")
 _EACH = schema.either(schema.sequence(_LIES), _LIES)
 _SHAPES = schema.either(_SHAPE, schema.sequence(schema.optional(_SHAPE)))
 _WHOLE = schema.row(schema.text(), schema.sequence(schema.anything), schema.anything)
@@ -284,6 +284,9 @@ def _key(row: Mapping[str, Any]) -> str:
 def _placement(text: str) -> Placement:
     if text in ("R", "P"):
         return R if text == "R" else P
+    if text.startswith("D"):
+        of_rows, ends = text[2:-1].split(", ")
+        return Owned(int(of_rows), ends)
     dim, *groups = map(int, re.findall(r"\d+", text))
     return Cut(dim, *groups)
 

@@ -176,7 +176,8 @@ class Function:
         for node in self.nodes:
             visible = node not in self.inside or node in self._outputs(node)
             is_launch = kind_of(node) is Kind.LAUNCH  # its wait releases all inputs
-            if not visible or not node.users or is_launch or is_glue(node):
+            is_named = not is_glue(node) or _is_unpacked(node)
+            if not visible or not node.users or is_launch or not is_named:
                 continue
             if info(node).role is Role.SHARD or self._is_static(node):
                 continue
@@ -355,7 +356,8 @@ class Function:
         assert spec is not None, f"{node} is neither compute nor an op of zerofx"
         text, *fields = (spec.write or write_plainly)(self, node)
         self._row(text, *fields)
-        self._drop(node)
+        is_read = spec.write is not write_unpacked or len(node.users) == len(value(node))
+        self._drop(node, also=() if is_read else ("_",))
 
     def _drop(
         self, *nodes: fx.Node, but: Collection[fx.Node] = (), also: Collection[str] = ()
@@ -395,6 +397,31 @@ def write_plainly(w: Function, node: fx.Node) -> tuple[str, ...]:
     call = f"rt.{w.method(node)}({', '.join(texts)})"
     made = f"{w.bind(node)} = " if value(node) is not None else ""
     return f"{made}{call}", info(node).unit, describe_node(node) if made else ""
+
+
+def write_unpacked(w: Function, node: fx.Node) -> tuple[str, ...]:
+    """Write an op with several results; `_` receives those that nothing reads.
+
+    Tensors are given by position, and by name after the first constant, which is named.
+    """
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    gives = [w.bind(items[k]) if k in items else "_" for k in range(len(value(node)))]
+    texts: list[str] = []
+    is_named = False
+    for name, a in argument_pairs(node):
+        is_named = is_named or not isinstance(a, fx.Node)
+        text = w.buffer(a) if isinstance(a, fx.Node) else literal(a, w.names.of)
+        texts.append(f"{name}={text}" if is_named else text)
+    made = f"rt.{w.method(node)}({', '.join(texts)})"
+    return f"{wrap_tuple(gives, 0)} = {made}", info(node).unit
+
+
+def _is_unpacked(node: fx.Node) -> bool:
+    """Return whether a node is one of several results that have a name each."""
+    if node.target is not operator.getitem:
+        return False
+    spec = spec_of(node.all_input_nodes[0])
+    return spec is not None and spec.write is write_unpacked
 
 
 def argument_pairs(node: fx.Node) -> list[tuple[str, Any]]:

@@ -352,6 +352,11 @@ def load_hardware(name_or_path: str | os.PathLike[str], what: str = "hardware") 
     Raises:
         PlanError: no such preset, or a field that is unknown, missing or out of range.
     """
+    if not isinstance(name_or_path, (str, os.PathLike)):
+        raise PlanError(
+            f"{what} is an object of type {type(name_or_path).__name__}. Give the name of a preset "
+            f"({', '.join(hardware_names())}), a file, or a Hardware."
+        )
     if isinstance(name_or_path, os.PathLike) or Path(name_or_path).suffix in (
         ".yaml", ".yml", ".json"
     ):  # fmt: skip

@@ -22,7 +22,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,10 +34,11 @@ from zerofx.ir.meta import Hole, OutputInfo, Placed, Role, filled, info, shape_o
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned
 from zerofx.ir.spec import Kind, gradients_of, launch_of, launched, spec_of, spec_of_target
 from zerofx.ir.verify_fault import fault, name_of
-from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.ir.verify_values import SAME_VALUES, Numbering
 from zerofx.layout.buckets import CONTEXT
 from zerofx.layout.placements import (
     Cut,
+    Owned,
     P,
     Part,
     Placement,
@@ -45,7 +46,9 @@ from zerofx.layout.placements import (
     fits,
     local_shape,
     num_chunks,
+    serves,
 )
+from zerofx.layout.styles import divides_experts
 
 _aten = torch.ops.aten
 Results = Placement | tuple[Placement, ...]
@@ -54,10 +57,14 @@ Results = Placement | tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a call reads: its whole shape, and its present placement."""
+    """A tensor that a call reads: its whole shape, and its present placement.
+
+    digest: of the expression of its whole value, in programs whose experts are divided among ranks.
+    """
 
     shape: tuple[int, ...]
     now: Placement
+    digest: str = field(default="", compare=False)
 
     @property
     def dim(self) -> int:
@@ -130,10 +137,13 @@ def rule_for(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def ways(call: WholeCall) -> Iterator[Way]:
-    """Yield the ways in which a call can run: those of its rule, and whole on every rank."""
+    """Yield the ways in which a call can run: those of its rule, and whole on every rank.
+
+    Ways that leave rows with their owners come first: they are also summands, which is less.
+    """
     rule = RULES.get(call.target) or RULES.get(str(call.target))
     if rule is not None:
-        for way in rule(call):
+        for way in (*_owned_ways(call), *rule(call)):
             if _can_be_cut(call, way):
                 yield way
     yield whole_way(call)
@@ -309,10 +319,11 @@ def _squeeze(call: WholeCall, cut: Cut) -> int | None:
     return None if cut.dim in dims else cut.dim - sum(d < cut.dim for d in gone)
 
 
-for _target, _to in {
+_MOVED: dict[Any, Callable[[WholeCall, Cut], int | None]] = {
     _aten.t.default: _t, _aten.transpose.int: _transpose, _aten.permute.default: _permute,
     _aten.unsqueeze.default: _unsqueeze, _aten.squeeze.dim: _squeeze, _aten.squeeze.dims: _squeeze,
-}.items():  # fmt: skip
+}  # fmt: skip
+for _target, _to in _MOVED.items():
     rule_for(_target)(_moved(_to))
 
 
@@ -478,16 +489,32 @@ def _addmm(call: WholeCall) -> Iterator[Way]:
 
 
 # -- products of experts --------------------------------------------------------------------------
-@rule_for(_aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+_GROUPED = (_aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+_GROUPED_BACKWARD = "transformers.grouped_mm_fallback_backward.default"
+
+
+@rule_for(*_GROUPED)
 def _grouped_product(call: WholeCall) -> Iterator[Way]:
     """Multiply rows [rows, in], in groups, each by its own matrix of [groups, in, out].
 
     If both operands have two dimensions, the groups divide the inner one: [in, rows] with [rows,
     out] give [groups, in, out]. The ends of the groups are whole on every rank.
+
+    Ranks that have whole experts multiply the rows of their groups alone, so that it suffices if
+    these are right.
     """
     if len(call.operands) != 3:
         return
-    a, b, _ = call.operands
+    a, b, ends = call.operands
+    if ends.digest:
+        args = (*call.args[:3], call.axis)
+        own = Owned(0, ends.digest)
+        if b.dim == 3 and a.dim == 2 and b.now == Cut(0):
+            yield Way((_own(a, own), Cut(0), R), own, args, "grouped_rows")
+        elif b.dim == a.dim == 2 and ends.shape[0] % call.ranks == 0:
+            needs = (_own(a, Owned(1, ends.digest)), _own(b, own), R)
+            number = ends.shape[0] // call.ranks
+            yield Way(needs, Cut(0), (*args, number), "grouped_weights")
     yield Way((P, R, R), P)
     yield Way((R, P, R), P)
     if b.dim == 2:
@@ -502,15 +529,89 @@ def _grouped_product(call: WholeCall) -> Iterator[Way]:
             yield Way((Cut(1, groups), Cut(1, groups), R), P)
 
 
-@rule_for("transformers.grouped_mm_fallback_backward.default")
+def _own(operand: Operand, owned: Owned) -> Placement:
+    """Return how rows are read of which a rank needs its own: as they lie with it, or whole."""
+    return owned if operand.now == owned else R
+
+
+@rule_for(_GROUPED_BACKWARD)
 def _grouped_product_backward(call: WholeCall) -> Iterator[Way]:
     """Yield the ways to compute the gradients of the rows and of the matrices."""
-    x, weight, _, grad = call.operands
+    x, weight, ends, grad = call.operands
+    if ends.digest and weight.now == Cut(0):
+        own = Owned(0, ends.digest)
+        needs = (_own(x, own), Cut(0), R, _own(grad, own))
+        yield Way(needs, (own, Cut(0)), (*call.args, call.axis), "grouped_rows_backward")
     yield Way((R, R, R, P), (P, P))
     for groups in {_groups(weight, 2), _groups(grad, 1), 1}:
         yield Way((R, Cut(2, groups), R, Cut(1, groups)), (P, Cut(2, groups)))
     for groups in {_groups(weight, 1), _groups(x, 1), 1}:
         yield Way((Cut(1, groups), Cut(1, groups), R, R), (Cut(1, groups),) * 2)
+
+
+# -- rows of experts ------------------------------------------------------------------------------
+# Element by element: zero wherever the first argument is, whatever the others are.
+_ZERO_OF_FIRST = {
+    *_LINEAR, _aten.div.Tensor, _aten.tanh.default, _aten.silu.default, _aten.gelu.default,
+    _aten.relu.default, _aten.abs.default, _aten.sgn.default, _aten.erf.default,
+    _aten.sin.default, _aten.sqrt.default, _aten.leaky_relu.default, _aten.elu.default,
+    _aten.mish.default, _aten.hardswish.default, _aten.tanh_backward.default,
+    _aten.sigmoid_backward.default, _aten.silu_backward.default, _aten.gelu_backward.default,
+    _aten.threshold_backward.default, _aten.hardtanh_backward.default,
+    _aten.leaky_relu_backward.default, _aten.softplus_backward.default,
+}  # fmt: skip
+_IN_ORDER = {
+    _aten.slice.Tensor, _aten.slice_backward.default, _aten.split.Tensor,
+    _aten.split_with_sizes.default, _aten.cat.default,
+}  # fmt: skip
+_RESHAPED = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+
+
+def _owned_ways(call: WholeCall) -> Iterator[Way]:
+    """Yield the way that leaves each row with its owner, and zeros on the other ranks."""
+    for own in {o.now: None for o in call.operands if isinstance(o.now, Owned)}:
+        if call.target in _POINT:
+            needs = _owned_needs(call, own)
+            if _is_zero_with(call, [need == own for need in needs]):
+                yield Way(needs, own)
+        elif call.target in _MOVED:
+            dim = _MOVED[call.target](call, Cut(own.dim))
+            if dim is not None:
+                yield Way((own,), replace(own, dim=dim))
+        elif call.target in _RESHAPED:
+            ahead = own.dim + 1
+            if call.operand(0).shape[:ahead] == call.shape[:ahead]:
+                yield Way((own,), own)
+        elif call.target in _IN_ORDER and _along_dim(call) != own.dim:
+            is_one = not isinstance(call.result, (list, tuple))
+            gives = own if is_one else (own,) * len(call.result)
+            if all(o.now == own for o in call.operands):
+                yield Way((own,) * len(call.operands), gives)
+
+
+def _owned_needs(call: WholeCall, own: Owned) -> tuple[Placement, ...]:
+    """Return how a call, element by element, reads its operands: rows that lie so as they are."""
+    needs = [own if o.now == own and o.shape == call.shape else R for o in call.operands]
+    if call.target is _aten.div.Tensor:  # zero by zero is not zero
+        needs[1:] = [R] * len(needs[1:])
+    return tuple(needs)
+
+
+def _is_zero_with(call: WholeCall, lies: Sequence[bool]) -> bool:
+    """Return whether a call, element by element, is zero where these operands are."""
+    if call.target in _SUMS:
+        return len(lies) == 2 and all(lies)
+    if call.target is _aten.mul.Tensor:
+        return any(lies)
+    if call.target is _aten.pow.Tensor_Scalar:
+        return lies[0] and call.args[1] > 0
+    return call.target in _ZERO_OF_FIRST and lies[0] and call.args[0] == Hole(0)
+
+
+def _along_dim(call: WholeCall) -> int:
+    """Return the dimension along which a call cuts or joins."""
+    at = 1 if call.target in (_aten.slice.Tensor, _aten.cat.default) else 2
+    return _dim(call.argument(at, 0), call.operands[0].dim)
 
 
 # -- reductions -----------------------------------------------------------------------------------
@@ -885,6 +986,11 @@ def _noted(node: fx.Node, operands: Operands) -> Placed | None:
     return info(node).placed
 
 
+def has_owners(program: Planned) -> bool:
+    """Return whether ranks own rows: those of the experts that they have whole."""
+    return any(divides_experts(p.part) for p in program.params.values())
+
+
 def check_placed(program: Planned, visit: Visit = _noted) -> None:
     """Check the placements of a program's values, if the pass `place` has cut any.
 
@@ -896,9 +1002,10 @@ def check_placed(program: Planned, visit: Visit = _noted) -> None:
     if Fact.PLACED not in program.facts or not program.plan.parallel.value_axes:
         return
     saved: list[Any] = []
+    numbering = Numbering(program, ()) if has_owners(program) else None
     for name in (JOINT, FORWARD, BACKWARD):
         if name in program.graphs:
-            saved = _Typing(program, name, saved, visit).run()
+            saved = _Typing(program, name, saved, visit, numbering).run()
 
 
 @dataclass(frozen=True)
@@ -916,11 +1023,14 @@ class _Over:
     lies: node -> placement, one per tensor of a tuple. shapes: node -> whole shape, or one per
         tensor. inner: the axis over which the parts of these values are cut further, if there is
         one. due: the placement of the gradient of a whole parameter; the reduction of a bucket sums
-        it over the context axis.
+        it over the context axis. digests: those of the values so far, if placements name some.
     """
 
-    def __init__(self, axis: str, ranks: int, zigzag: bool, inner: _Over | None) -> None:
+    def __init__(
+        self, axis: str, ranks: int, zigzag: bool, inner: _Over | None, digests: Mapping[Any, Any]
+    ) -> None:
         self.axis, self.ranks, self.zigzag, self.inner = axis, ranks, zigzag, inner
+        self.digests: Mapping[Any, Any] = {} if axis == CONTEXT else digests
         self.due: Placement = P if axis == CONTEXT else R
         self.lies: dict[fx.Node, Any] = {}
         self.shapes: dict[fx.Node, Any] = {}
@@ -941,7 +1051,10 @@ class _Over:
         self.note(node, R if is_one else (R,) * len(shape), shape)
 
     def operands(self, tensors: Sequence[fx.Node]) -> tuple[Operand, ...]:
-        return tuple(Operand(tuple(self.shapes[t]), self.lies[t]) for t in tensors)
+        return tuple(
+            Operand(tuple(self.shapes[t]), self.lies[t], str(self.digests.get(t, "")))
+            for t in tensors
+        )
 
     def own_part(self, part: Part | None) -> Part | None:
         """Return the part of a parameter: only over the tensor axis is one cut."""
@@ -955,20 +1068,25 @@ class _Typing:
         may be a part over the tensor axis.
     saved: of each value saved by forward, its placement and shape over each axis, and the bucket of
         a gathered copy. bucket: the bucket of such a copy in backward.
+    numbering: the digests of the values so far, if placements name some.
     """
 
     def __init__(
-        self, program: Planned, name: str, saved: list[Any], visit: Visit = _noted
-    ) -> None:
+        self, program: Planned, name: str, saved: list[Any], visit: Visit = _noted,
+        numbering: Numbering | None = None,
+    ) -> None:  # fmt: skip
         self.program, self.name, self.saved, self.visit = program, name, saved, visit
         parallel = program.plan.parallel
         self.axes: list[_Over] = []
+        digests = {} if numbering is None else numbering.of
         for axis, ranks in reversed(parallel.value_axes.items()):
             zigzag = axis == CONTEXT and parallel.is_zigzag
-            self.axes.append(_Over(axis, ranks, zigzag, self.axes[-1] if self.axes else None))
+            inner = self.axes[-1] if self.axes else None
+            self.axes.append(_Over(axis, ranks, zigzag, inner, digests))
         self.position = program.stage.position
         self.bucket: dict[fx.Node, int] = {}
         self.at = {(b.index, p.offset): p for b in program.layout.buckets for p in b.params}
+        self.numbering = numbering
 
     def run(self) -> list[Any]:
         kept: list[Any] = []
@@ -985,6 +1103,8 @@ class _Typing:
                 self._item(node)
             else:
                 self._node(node)
+            if self.numbering is not None:
+                self.numbering.take(self.name, node)
         return kept
 
     def _fail(self, node: fx.Node, message: str) -> None:
@@ -1057,11 +1177,11 @@ class _Typing:
             if isinstance(sums, fx.Node) and launched(sums) is not None:
                 sums = launch_of(sums)
             if not isinstance(sums, fx.Node) or len(sums.args) < 2:
-                self._fail(node, f"{node.name} takes a value of {name_of(node)}, which has none")
+                self._fail(node, f"{node.name} takes a value of {name_of(node)}, which has none.")
         axis = str(sums.args[1])
         if axis not in [over.axis for over in self.axes]:
             named = " and ".join(over.axis for over in reversed(self.axes))
-            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {named}")
+            self._fail(node, f"{node.name} is over the axis {axis!r}; values are over {named}.")
         return axis
 
     def _unmoved(self, over: _Over, node: fx.Node, tensors: Sequence[fx.Node]) -> None:
@@ -1074,7 +1194,7 @@ class _Typing:
             self._fail(
                 node,
                 f"{node.name} joins {name_of(tensors[0])}, which lies as {over.lies[tensors[0]]} "
-                f"over {over.ranks} ranks of the {over.axis} axis",
+                f"over {over.ranks} ranks of the {over.axis} axis.",
             )
 
     def _op(self, node: fx.Node, spec: Any) -> None:
@@ -1107,13 +1227,13 @@ class _Typing:
                     self._fail(
                         node,
                         f"the gradient of {piece.name} lies as {over.lies[grad]} "
-                        f"({name_of(grad)}) over the {over.axis} axis; it must lie as {due}",
+                        f"({name_of(grad)}) over the {over.axis} axis; it must lie as {due}.",
                     )
 
     def _conversion(self, over: _Over, node: fx.Node, call: _Call) -> None:
         spec = spec_of_target(call.target)
         if spec is None or spec.lies is None:
-            self._fail(node, f"{node.name} is said to be a part of {call.target}")
+            self._fail(node, f"{node.name} is said to be a part of {call.target}.")
         first, axis, *_ = call.args
         is_list = isinstance(first, (list, tuple))
         given: list[Any] = list(first) if is_list else [first]
@@ -1125,13 +1245,13 @@ class _Typing:
             self._fail(
                 node,
                 f"{node.name} is given {name_of(given[0])}, which lies as {over.lies[given[0]]} "
-                f"over {over.ranks} ranks; {found}",
+                f"over {over.ranks} ranks; {found}.",
             )
         if isinstance(shape, list) and not is_list:  # one of several
             shape = shape[axis]
         chunks = num_chunks(over.ranks, over.zigzag)
         if isinstance(found, Cut) and not fits(shape, found, chunks):
-            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks")
+            self._fail(node, f"{list(shape)} cannot be cut as {found} into {chunks} chunks.")
         over.note(node, found, shape)
 
     def _call(self, over: _Over, node: fx.Node, call: _Call, placed: Placed | None) -> None:
@@ -1140,25 +1260,22 @@ class _Typing:
             self._plain(over, node, call, tensors)
             return
         if info(node).is_random and any(over.lies[t] != R for t in tensors):
-            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers")
+            self._fail(node, f"{node.name} draws for a part, and all ranks draw the same numbers.")
         whole = self._whole(over, node, placed)
         now = tuple(o.now for o in whole.operands)
         for way in ways(whole):
-            if (
-                way.needs == now
-                and way.gives == placed.gives
-                and _is_local(way, whole, call, tensors)
-            ):
+            is_met = all(map(serves, now, way.needs)) and way.gives == placed.gives
+            if is_met and _is_local(way, whole, call, tensors):
                 break
         else:
             told = ", ".join(f"{name_of(t)} {over.lies[t]}" for t in tensors)
             self._fail(
                 node,
                 f"{node.name} ({placed.target}) cannot give {placed.gives} of {told or 'nothing'} "
-                f"over the {over.axis} axis: no rule has this way",
+                f"over the {over.axis} axis: no rule has this way.",
             )
         if placed.is_same and placed.target in SAME_VALUES and not _is_identity(whole):
-            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form")
+            self._fail(node, f"{node.name} is said to copy what it reads, and changes its form.")
         over.note(node, placed.gives, placed.shape)
         self._check_shape(over, node, placed)
 
@@ -1174,7 +1291,7 @@ class _Typing:
             over.note_same(node, tensors[0])
         else:
             told = ", ".join(f"{name_of(t)} {over.lies[t]}" for t in tensors)
-            self._fail(node, f"{node.name} reads {told}, and nothing says how")
+            self._fail(node, f"{node.name} reads {told}, and nothing says how.")
 
     def _whole(self, over: _Over, node: fx.Node, placed: Placed) -> WholeCall:
         operands = over.operands(tensors_of(node))
@@ -1184,7 +1301,7 @@ class _Typing:
             result: Any = [SimpleNamespace(shape=shape) for shape in placed.shape]
         else:
             result = SimpleNamespace(shape=placed.shape)
-        hints = (placed.gives,) if _is_cut(placed.gives) else ()
+        hints = (placed.gives,) if isinstance(placed.gives, Cut) else ()
         return WholeCall(
             placed.target, placed.args, placed.kwargs, operands, result, over.ranks, hints,
             over.axis, over.zigzag,
@@ -1204,7 +1321,7 @@ class _Typing:
                 self._fail(
                     node,
                     f"{node.name} has shape {list(made)}; the part of {list(shape)} that "
-                    f"lies as {gives} has {local_shape(shape, gives, over.ranks)}",
+                    f"lies as {gives} has {local_shape(shape, gives, over.ranks)}.",
                 )
 
     def _results(self, node: fx.Node) -> list[Any]:
@@ -1230,7 +1347,7 @@ class _Typing:
                     self._fail(
                         node,
                         f"{spec.role.value} {spec.name} lies as {over.lies[result]} over the "
-                        f"{over.axis} axis; it must lie as {due}",
+                        f"{over.axis} axis; it must lie as {due}.",
                     )
         return kept
 
@@ -1251,10 +1368,6 @@ def _num_holes(argument: Any) -> int:
     if isinstance(argument, (list, tuple)):
         return sum(map(_num_holes, argument))
     return isinstance(argument, Hole)
-
-
-def _is_cut(gives: Any) -> bool:
-    return isinstance(gives, Placement) and hasattr(gives, "dim")
 
 
 def _is_local(way: Way, whole: WholeCall, call: _Call, tensors: Sequence[fx.Node]) -> bool:

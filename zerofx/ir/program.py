@@ -82,7 +82,7 @@ class ParamInfo:
         parameter. style: how its layer may be cut over the tensor axis, see `layout.styles`.
     outputs: the dimension that counts the layer's outputs, or -1. part: its cut;
         then `shape` is that of a rank's part. uses: its names, each with its layer.
-    positions: the pipeline stages that hold it.
+    positions: the pipeline stages that hold it. is_stack: it has one matrix for each expert.
     """
 
     name: str
@@ -99,6 +99,7 @@ class ParamInfo:
     part: Part | None = None
     uses: tuple[Use, ...] = field(default=(), compare=False)
     positions: tuple[int, ...] = (0,)
+    is_stack: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.compute_dtype is None:

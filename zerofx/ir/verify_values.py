@@ -86,29 +86,37 @@ class Numbering:
 
     of: node -> digest; a list of digests for `sync_buffers`, a `Packed` for gradient buffers.
     outputs: label -> Output, over all graphs, saved values left out.
+    graphs: those to number at once; others are given node by node.
     """
 
-    def __init__(self, program: Planned) -> None:
+    def __init__(
+        self, program: Planned, graphs: Sequence[str] = (JOINT, FORWARD, BACKWARD)
+    ) -> None:
         self.program = program
         self.of: dict[fx.Node, Any] = {}
         self.outputs: dict[str, Output] = {}
         self._draws: dict[Phase, int] = {}
         self._inverse: dict[str, tuple[str, Any]] = {}  # transposition -> (dims, its argument)
         self._saved: list[Any] = []
-        for name in (JOINT, FORWARD, BACKWARD):
+        for name in graphs:
             if name in program.graphs:
-                self._graph(name)
+                for node in program.graph(name).nodes:
+                    self.take(name, node)
 
-    def _graph(self, name: str) -> None:
+    def take(self, name: str, node: fx.Node) -> None:
+        """Number the next node of a graph."""
         self._name = name
-        for node in self.program.graph(name).nodes:
-            if node.op == "placeholder":
-                self.of[node] = self._leaf(info(node))
-            elif node.op == "get_attr":
-                self.of[node] = _constant(self.program.graphs[name], node)
-            elif node.op == "call_function":
-                op = spec_of(node)
-                self.of[node] = op.erase(self, node) if op else self._expression(node)
+        if node.op == "placeholder":
+            self.of[node] = self._leaf(info(node))
+        elif node.op == "get_attr":
+            self.of[node] = _constant(self.program.graphs[name], node)
+        elif node.op == "call_function":
+            op = spec_of(node)
+            self.of[node] = op.erase(self, node) if op else self._expression(node)
+        elif node.op == "output":
+            self._results(name)
+
+    def _results(self, name: str) -> None:
         specs = self.program.outputs[name]
         updated = {place_of(spec) for spec in specs if spec.role in UPDATES}
         for spec, result in zip(specs, self.program.results(name), strict=True):

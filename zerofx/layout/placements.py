@@ -54,8 +54,41 @@ class Cut:
     __repr__ = __str__
 
 
-Placement = Replicated | Partial | Cut
+@dataclass(frozen=True)
+class Owned:
+    """Every rank has the whole shape: its own rows along `dim` as they are, zeros for all others.
+
+    Rows are in groups, one for each expert, and a rank owns those of consecutive groups. Two such
+    values have their rows on the same ranks only if the ends of the groups are the same value.
+
+    ends: the digest of that value's expression.
+    """
+
+    dim: int
+    ends: str
+
+    def __str__(self) -> str:
+        return f"D({self.dim}, {self.ends})"
+
+    __repr__ = __str__
+
+
+Placement = Replicated | Partial | Cut | Owned
 R, P = Replicated(), Partial()
+
+
+def serves(now: Placement, need: Placement) -> bool:
+    """Return whether a value may be read under another placement as it is.
+
+    Rows that are zero on all ranks but one are summands of the whole.
+    """
+    return now == need or (need == P and isinstance(now, Owned))
+
+
+def owned_groups(number: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return the half-open range of the groups, of `number`, whose rows a rank owns."""
+    each = number // ranks
+    return rank * each, (rank + 1) * each
 
 
 def fits(shape: Sequence[int], cut: Cut, ranks: int) -> bool:

@@ -2,8 +2,10 @@
 
 A layer is "colwise" if each rank computes some of its outputs, "rowwise" if each rank reads some of
 its inputs and computes a summand of all outputs, "whole" if it is not cut. A colwise layer followed
-by a rowwise one needs one sum for both. Styles never change a result: if a cut does not fit the
-reader of a value, the value is put together first, which costs time.
+by a rowwise one needs one sum for both. The stacked weights of experts, [experts, out, in], are cut
+by these styles within each expert, or by "experts", which gives each rank some experts whole.
+Styles never change a result: if a cut does not fit the reader of a value, the value is put together
+first, which costs time.
 
 Source of the two styles: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """
@@ -18,6 +20,7 @@ from torch import nn
 
 from zerofx.layout.placements import Cut, Part, fits
 
+EXPERTS = "experts"
 # The styles in plans of transformers models -> ours.
 _OF_TRANSFORMERS = {
     "colwise": "colwise",
@@ -29,6 +32,7 @@ _OF_TRANSFORMERS = {
     "packed_colwise": "colwise/2",
     "packed_rowwise": "rowwise/2",
 }
+_STACKED = "grouped_gemm"  # in plans of transformers: one matrix for each expert
 # Common layer names of transformer blocks; FUSED: one product computes q, k and v.
 _COLWISE = """
 q_proj k_proj v_proj q k v query key value wq wk wv to_q to_k to_v q_lin k_lin v_lin
@@ -95,6 +99,26 @@ def _by_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def stacks_of(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that stack one matrix for each expert.
+
+    They are those that the plan of a transformers model for expert parallelism names.
+    """
+    plans = (getattr(m, "config", None) for m in model.modules())
+    patterns = {
+        pattern
+        for plan in {id(p): p for p in plans}.values()
+        for pattern, style in (getattr(plan, "base_model_ep_plan", None) or {}).items()
+        if style == _STACKED
+    }
+    return {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if param.dim() == 3
+        and any(fnmatchcase(name, p) or fnmatchcase(name, f"*.{p}") for p in patterns)
+    }
+
+
 def _named(name: str) -> str:
     def ends(known: str) -> bool:
         return name == known or name.endswith(f".{known}")
@@ -113,6 +137,8 @@ def cut_of(style: str, shape: tuple[int, ...], outputs: int) -> Cut | None:
         of the last two dimensions counts the inputs, such as the rows of an embedding.
     """
     kind, _, groups = style.partition("/")
+    if kind == EXPERTS:
+        return Cut(0) if len(shape) == 3 else None
     if outputs < 0 or kind not in ("colwise", "rowwise"):
         return None
     number = int(groups or 1)
@@ -120,6 +146,11 @@ def cut_of(style: str, shape: tuple[int, ...], outputs: int) -> Cut | None:
         return Cut(outputs, number)
     count = len(shape)
     return Cut(2 * count - 3 - outputs, number) if count in (2, 3) else None
+
+
+def divides_experts(part: Part | None) -> bool:
+    """Return whether a part of a parameter is of whole experts."""
+    return part is not None and len(part.shape) == 3 and part.cut == Cut(0)
 
 
 def part_of(shape: tuple[int, ...], cut: Cut | None, ranks: int) -> Part | None:

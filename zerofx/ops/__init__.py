@@ -14,6 +14,9 @@ shard. It is omitted if nothing changes. The engine takes the formats from the l
 from zerofx.ops.blocks import all_gather_blocks as all_gather_blocks
 from zerofx.ops.blocks import reduce_scatter_blocks as reduce_scatter_blocks
 from zerofx.ops.buffers import sync_buffers as sync_buffers
+from zerofx.ops.experts import grouped_rows as grouped_rows
+from zerofx.ops.experts import grouped_rows_backward as grouped_rows_backward
+from zerofx.ops.experts import grouped_weights as grouped_weights
 from zerofx.ops.gathers import all_gather as all_gather
 from zerofx.ops.gathers import param_view as param_view
 from zerofx.ops.gathers import refresh as refresh

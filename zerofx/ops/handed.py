@@ -141,30 +141,30 @@ def _order(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} hands over gradients of {label}, which the plan keeps in one buffer. "
-            "Pack and reduce them",
+            "Pack and reduce them.",
         )
     if bucket.index in o.reduced:
         first = o.reduced[bucket.index].made.name
-        o.fail(node, f"{label} gets its gradients twice: by {first} and by {node.name}")
+        o.fail(node, f"{label} gets its gradients twice: by {first} and by {node.name}.")
     o.numel(node, bucket.numel, label)
     o.dtype(node, bucket.dtype, f"a gradient of {label}")
     made = Buffer(Holds.REDUCED, node, bucket.index)
     taken = gradients_of(node)
     if len(taken) != len(node.args[1]):  # type: ignore[arg-type]
-        o.fail(node, f"{node.name} gives {len(taken)} gradients at {node.args[1]}")
+        o.fail(node, f"{node.name} gives {len(taken)} gradients at {node.args[1]}.")
     for grad, offset in taken:
         check_gradient(o, node, made, bucket, grad, offset)
     expected = (o.expected or {}).get(bucket.index, {})
     if missing := [p.name for offset, p in expected.items() if offset not in made.packed]:
         o.fail(
-            node, f"{node.name} leaves out the gradient of {missing[0]}. Hand over all of {label}"
+            node, f"{node.name} leaves out the gradient of {missing[0]}. Hand over all of {label}."
         )
     for position in copied_of([grad for grad, _ in taken]):
         if position not in _copied(node):
             o.fail(
                 node,
                 f"{node.name} hands over {name_of(taken[position][0])}, whose memory is not the "
-                f"gradient's alone. Add {position} to `copied`",
+                f"gradient's alone. Add {position} to `copied`.",
             )
     made.stored = node
     o.reduced[bucket.index] = made

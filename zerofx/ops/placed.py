@@ -46,7 +46,17 @@ from zerofx.ir.spec import (
 from zerofx.ir.text import identifier
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering, args
-from zerofx.layout.placements import Cut, P, R, fits, is_dense, leads, local_shape, strides_like
+from zerofx.layout.placements import (
+    Cut,
+    P,
+    R,
+    fits,
+    is_dense,
+    leads,
+    local_shape,
+    serves,
+    strides_like,
+)
 from zerofx.ops.waits import end_once, hold_at_source, same
 from zerofx.policy import exchange
 from zerofx.policy.exchange import Receives
@@ -222,7 +232,7 @@ def _erase_joined(numbering: Numbering, node: fx.Node) -> Any:
 
 
 def _lies_joined(now: Any, shape: Any, more: Any, ranks: int) -> Any:
-    return R if all(each == P for each in now) else "it takes summands"
+    return R if all(serves(each, P) for each in now) else "it takes summands"
 
 
 def _lies_joined_value(now: Any, shape: Any, more: Any, ranks: int) -> Any:
@@ -230,7 +240,7 @@ def _lies_joined_value(now: Any, shape: Any, more: Any, ranks: int) -> Any:
 
 
 def _needs_summands(now: Any) -> str:
-    return "" if now == P else "it takes summands"
+    return "" if serves(now, P) else "it takes summands"
 
 
 def _lies_reduced(now: Any, shape: Any, more: Any, ranks: int) -> Any:

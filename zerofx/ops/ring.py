@@ -12,7 +12,6 @@ A call sends and receives inside: it is launched and waited for as one, between 
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from torch import Tensor, fx
 from zerofx.analysis.memory.places import Places
 from zerofx.analysis.memory.storage import Category, Storage
 from zerofx.analysis.time.tasks import Price, Walk
-from zerofx.codegen.schedule import Function, argument_pairs
-from zerofx.codegen.text import literal, wrap_tuple
+from zerofx.codegen.schedule import write_unpacked
 from zerofx.ir.graphs import call
 from zerofx.ir.meta import info, nbytes, value
 from zerofx.ir.order import Order
@@ -49,21 +47,6 @@ def _mask(node: fx.Node) -> fx.Node | None:
     """Return the mask that a node reads, which is its last argument if it has one."""
     last = node.args[-1]
     return last if isinstance(last, fx.Node) else None
-
-
-# -- code -----------------------------------------------------------------------------------------
-def _write(w: Function, node: fx.Node) -> tuple[str, ...]:
-    """Write the call; `_` receives results that nothing reads."""
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    gives = [w.bind(items[k]) if k in items else "_" for k in range(len(value(node)))]
-    texts = [
-        w.buffer(a) if isinstance(a, fx.Node) else f"{name}={literal(a, w.names.of)}"
-        for name, a in argument_pairs(node)
-    ]
-    if (mask := _mask(node)) is not None:  # behind constants, which are named
-        texts[-1] = f"mask={w.buffer(mask)}"
-    made = f"rt.{w.method(node)}({', '.join(texts)})"
-    return f"{wrap_tuple(gives, 0)} = {made}", info(node).unit
 
 
 # -- time -----------------------------------------------------------------------------------------
@@ -201,7 +184,7 @@ def _define(schema: str, fake: Any, runtime: Any, is_backward: bool, **more: Any
             run=lambda calls, *args: runtime(calls.engine, *args),
             runtime=runtime,
             adds=lambda node: nbytes(value(node)),
-            write=_write,
+            write=write_unpacked,
             erase=_erase,
             **more,
         )

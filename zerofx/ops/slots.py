@@ -20,7 +20,7 @@ def _order(o: Order, node: fx.Node) -> None:
     slot: Any = argument(node, 0)
     sizes = o.program.slot_bytes
     if type(slot) is not int or not 0 <= slot < len(sizes):
-        o.fail(node, f"{node.name} names slot {slot!r}. The program has {len(sizes)}")
+        o.fail(node, f"{node.name} names slot {slot!r}. The program has {len(sizes)}.")
     holder = o.slots.get(slot)
     if holder is None:
         return
@@ -28,7 +28,7 @@ def _order(o: Order, node: fx.Node) -> None:
         o.fail(
             node,
             f"{node.name} frees slot {slot} while {o.label(holder)} in it {what}. Move it after "
-            "the end of that buffer",
+            "the end of that buffer.",
         )
     holder.released = holder.released or node
 

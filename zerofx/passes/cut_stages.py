@@ -234,7 +234,7 @@ def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
             raise CaptureError(
                 f"{program.model_name}: forward writes to the input {spec.name or spec.index}. "
                 "With Plan.parallel.pipeline above 1 each stage has some of the layers, and the "
-                "others would not see it. Return the new value instead, or use pipeline = 1"
+                "others would not see it. Return the new value instead, or use pipeline = 1."
             )
         if spec.role is Role.INPUT_GRAD and spec.index not in program.calling.ignored:
             raise CaptureError(
@@ -247,7 +247,7 @@ def check_can_be_cut(program: Planned, name: str, schedule: str) -> None:
                 f"{program.model_name}: forward returns the loss, so that with "
                 "Plan.parallel.pipeline above 1 a call runs its backwards, before GradScaler "
                 "scales it (Plan.precision.loss_scale = 'external'). Let zerofx scale it "
-                "(loss_scale='dynamic'), or compute the loss outside of forward"
+                "(loss_scale='dynamic'), or compute the loss outside of forward."
             )
         return
     if schedule != "gpipe":
@@ -495,7 +495,7 @@ class Cutting:
                         f"{self.program.model_name}: pipeline stage {at} writes to the buffer "
                         f"{buffer}, which stage {position} reads, and with Plan.parallel.pipeline "
                         "above 1 they run at different times. Choose Plan.parallel.cuts so that "
-                        "both are in one stage"
+                        "both are in one stage."
                     )
 
     # -- what crosses -------------------------------------------------------------------------

@@ -367,7 +367,7 @@ class Masks:
     def _evaluated(self, mask: fx.Node) -> bool | str:
         *outer, rows, columns = value(mask).shape
         if columns * math.prod(outer) > MOST_ELEMENTS:
-            raise _NotConstant(f"has {columns * math.prod(outer)} elements in each row.")
+            raise _NotConstant(f"has {columns * math.prod(outer)} elements in each row")
         step = max(1, MOST_ELEMENTS // (4 * columns * math.prod(outer)))
         most = torch.finfo(value(mask).dtype).min
         is_causal, is_open = rows == columns, True  # one row for all queries is not causal
@@ -420,13 +420,13 @@ class Masks:
         if text not in self.wholes:
             if value(node).numel() > MOST_ELEMENTS:
                 numel = value(node).numel()
-                raise _NotConstant(f"is made of {node.name}, which has {numel} elements.")
+                raise _NotConstant(f"is made of {node.name}, which has {numel} elements")
             if node.op == "get_attr":
                 held: Any = self.gm
                 for name in str(node.target).split("."):
                     held = getattr(held, name)
                 if type(held) is not Tensor and not isinstance(held, torch.nn.Parameter):
-                    raise _NotConstant(f"reads {node.target}, which has no values yet.")
+                    raise _NotConstant(f"reads {node.target}, which has no values yet")
                 self.wholes[text] = held.detach().cpu()
             else:
                 given: Any = fx.node.map_arg((args(node), node.kwargs), self._whole)

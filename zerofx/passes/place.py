@@ -44,14 +44,34 @@ from zerofx.ir.meta import (
     tensors_of,
     value,
 )
-from zerofx.ir.placing import Operand, Way, WholeCall, is_item, item, seen, ways, whole_way
+from zerofx.ir.placing import (
+    Operand,
+    Way,
+    WholeCall,
+    has_owners,
+    is_item,
+    item,
+    seen,
+    ways,
+    whole_way,
+)
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.spec import spec_of
 from zerofx.ir.text import few
-from zerofx.ir.verify_values import SAME_VALUES
+from zerofx.ir.verify_values import SAME_VALUES, Numbering
 from zerofx.layout.buckets import CONTEXT, Layout
-from zerofx.layout.placements import Cut, P, Part, Placement, R, fits, num_chunks
-from zerofx.layout.styles import cut_of, part_of
+from zerofx.layout.placements import (
+    Cut,
+    Owned,
+    P,
+    Part,
+    Placement,
+    R,
+    fits,
+    num_chunks,
+    serves,
+)
+from zerofx.layout.styles import EXPERTS, cut_of, divides_experts, part_of
 from zerofx.ops.placed import CONVERSIONS
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.plan.fields import Patterns
@@ -86,14 +106,19 @@ def with_styles_of(layout: Layout, params: Mapping[str, ParamInfo]) -> dict[str,
 
 def _in_style_of(part: Part | None, param: ParamInfo) -> ParamInfo:
     if part is None:
-        return replace(param, style="")
+        return replace(param, style="", is_stack=False)
+    if divides_experts(part):
+        return replace(param, style=EXPERTS, is_stack=False)
     outputs = part.cut.dim if param.outputs < 0 else param.outputs
     kind = "colwise" if part.cut.dim == outputs else "rowwise"
-    return replace(param, style=f"{kind}/{part.cut.groups}", outputs=outputs)
+    style = f"{kind}/{part.cut.groups}"
+    return replace(param, style=style, outputs=outputs, is_stack=False)
 
 
 def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
     style = param.style
+    if parallel.experts and param.is_stack and param.shape[0] % parallel.tensor == 0:
+        style = EXPERTS
     if isinstance(parallel.placements, Patterns):
         own = (param.name, *param.aliases)
         names = [*own, *(name.rpartition(".")[0] for name in own)]
@@ -387,6 +412,13 @@ class Place(Pass):
         cut = {p.name: p for p in with_parts(program.params.values(), self.parallel)}
         if self.parallel.tensor > 1:
             _warn_of_whole(program, cut)
+        if self.parallel.experts and not any(divides_experts(p.part) for p in cut.values()):
+            log.warning(
+                "%s: Plan.parallel.experts divides nothing: no plan of the model names stacked "
+                "weights of experts whose number tensor = %d divides. Name parameters [experts, "
+                "out, in], as in Plan(parallel={'placements': {'*.experts.up': 'experts'}}).",
+                program.model_name, self.parallel.tensor,
+            )  # fmt: skip
         program.params = cut  # the given program keeps the old dictionary
         sent: Counter[str] = Counter()
         for axis in axes:  # the parts of values over one are cut over the next
@@ -417,7 +449,7 @@ class Place(Pass):
             named = [f"{what}, {n} times" if n > 1 else what for what, n in whole.most_common()]
             log.warning(
                 "%s: no rule says how ranks compute parts of %s. The inputs are gathered, and each "
-                "of %d ranks computes all of it",
+                "of %d ranks computes all of it.",
                 program.model_name, few(named), self.parallel.value_axes[axis],
             )  # fmt: skip
         return sent
@@ -428,6 +460,8 @@ class Place(Pass):
             chosen["context"] = self.parallel.context
         if self.parallel.is_zigzag:
             chosen["attention"] = self.parallel.attention
+        if self.parallel.experts:
+            chosen["experts"] = True
         return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence} | chosen
 
 
@@ -494,6 +528,9 @@ class Placing:
         self.old = self.program.graph(self.name)
         self.graph = fx.Graph()
         self.wanted = self._wanted()
+        self.digests: dict[fx.Node, Any] = {}
+        if has_owners(self.program) and not self.by_context:
+            self.digests = Numbering(self.program, (self.name,)).of
 
     def run(self) -> fx.Graph:
         given = self.program.placeholders(self.name)
@@ -681,7 +718,8 @@ class Placing:
         operands: list[Operand] = []
 
         def hole(argument: fx.Node) -> Any:
-            operands.append(Operand(tuple(value(argument).shape), self.lies[argument]))
+            digest = str(self.digests.get(argument, ""))
+            operands.append(Operand(tuple(value(argument).shape), self.lies[argument], digest))
             return Hole(len(operands) - 1)
 
         args = fx.node.map_arg(node.args, hole)
@@ -740,7 +778,7 @@ class Placing:
         for line, heads in self.gathered.items():
             log.warning(
                 "%s (%s): %s not divided by %sPlan.parallel.%s = %d: attention is "
-                "gathered, and each of these ranks computes all of it",
+                "gathered, and each of these ranks computes all of it.",
                 model, line, f"{heads} heads{left} are" if heads != 1 else f"1 head{left} is",
                 "2 x " if self.zigzag else "", self.axis, ranks,
             )  # fmt: skip
@@ -751,7 +789,8 @@ class Placing:
             also = f" x tensor = {self.parallel.tensor}" if self.parallel.sequence else ""
             log.warning(
                 "%s: a sequence of %s positions is not cut over Plan.parallel.context = %d%s, "
-                "which %s not divide it: each of these ranks computes all of it. Pad the sequences",
+                "which %s not divide it: each of these ranks computes all of it. "
+                "Pad the sequences.",
                 model, lengths, ranks, also, "twice does" if self.zigzag else "does",
             )  # fmt: skip
         elif not self.streams:
@@ -831,16 +870,16 @@ class Placing:
     def _move(self, node: fx.Node, to: Placement) -> float:
         """Return the cost of converting a value to the given placement."""
         now = self.lies[node]
-        if now == to or self._key(node, to) in self.made:
+        if serves(now, to) or self._key(node, to) in self.made:
             return 0.0
-        if to == P or isinstance(now, tuple):
+        if to == P or isinstance(to, Owned) or isinstance(now, tuple):
             return _NEVER
         if isinstance(now, Cut) and self._is_weight(node):
             return _NEVER / 1e3
         size, share = nbytes(value(node)), (self.ranks - 1) / self.ranks
         if now == R:
             return 1e-3 * size / self.ranks
-        if now == P:
+        if serves(now, P):
             return (2.0 if to == R else 1.0) * size * share
         if to == R or _is_recut(now, to):
             # which every rank then holds, where sequences are cut to save just that
@@ -859,7 +898,7 @@ class Placing:
     def to(self, node: fx.Node, to: Placement) -> fx.Node:
         """Return one rank's value of a node with the requested placement."""
         now, new = self.lies[node], self.new[node]
-        if now == to:
+        if serves(now, to):
             return new
         key = self._key(node, to)
         if key in self.made:
@@ -928,9 +967,9 @@ class Placing:
         elif now == R:
             assert isinstance(to, Cut)
             op, more = ops.part, (to.dim, to.groups, self.ranks)
-        elif now == P and to == R:
+        elif serves(now, P) and to == R:
             op, more = ops.reduce_values, ()
-        elif now == P:
+        elif serves(now, P):
             assert isinstance(to, Cut)
             op, more = ops.scatter_values, (to.dim, to.groups, self.ranks)
         elif to == R:

@@ -26,7 +26,7 @@ from zerofx.plan.fields import (
 )
 
 _dtype = one_of("fp32", "bf16", "fp16")
-_STYLE = re.compile(r"whole|(colwise|rowwise)(/[1-9]\d*)?")
+_STYLE = re.compile(r"whole|experts|(colwise|rowwise)(/[1-9]\d*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,8 @@ class Offload:
 
 def _style(where: str, value: Any) -> str:
     if not isinstance(value, str) or not _STYLE.fullmatch(value):
-        raise refuse(where, value, "are 'colwise', 'rowwise', 'whole', or 'colwise/3' for groups")
+        allowed = "are 'colwise', 'rowwise', 'experts', 'whole', or 'colwise/3' for groups"
+        raise refuse(where, value, allowed)
     return value
 
 
@@ -262,12 +263,15 @@ class Parallel:
 
     tensor: ranks that share each layer (tensor parallelism); they need the same samples.
     sequence: whether each of them holds part of the sequence between layers (sequence parallelism).
+    experts: whether each of them holds some experts of a mixture whole (expert parallelism), rather
+        than some hidden units of every expert.
     context: ranks that share each sequence: every value between layers is cut along it. The states
         of the ZeRO stage are sharded over these ranks too. They need the same samples.
     attention: "heads": each rank of the context axis computes attention for a part of the heads.
         "ring": each keeps its queries, and keys and values travel around the ranks.
     placements: "auto" uses the plan of a transformers model, or recognises layers by name. Or
         {name pattern of modules: "colwise", "rowwise", "whole"}; other modules are as with "auto".
+        "experts", of a parameter [experts, out, in], divides whole experts.
         "colwise/3" is a layer whose outputs are three groups, such as queries, keys and values.
         "model": the model brings its own slices and collectives, and no value is cut here.
         zerofx.compile sets it, with `tensor`, for such a model on a slice of a mesh.
@@ -296,6 +300,7 @@ class Parallel:
 
     tensor: int = spec_field(1, whole(1))
     sequence: bool = spec_field(False, flag)
+    experts: bool = spec_field(False, flag)
     context: int = spec_field(1, whole(1))
     attention: str = spec_field("heads", one_of("heads", "ring"))
     placements: str | Patterns = spec_field("auto", _placements)
@@ -327,6 +332,12 @@ class Parallel:
                 "Plan.parallel.sequence = True contradicts tensor = 1: it cuts the sequence over "
                 "the ranks of the tensor axis. Set tensor, or drop sequence."
             )
+        if self.experts and (self.tensor == 1 or self.placements == MODEL):
+            other = "placements = 'model'" if self.tensor > 1 else "tensor = 1"
+            raise PlanError(
+                f"Plan.parallel.experts = True contradicts {other}: zerofx divides experts among "
+                "the ranks of the tensor axis. Set tensor alone, or drop experts."
+            )
         if self.attention == "ring" and self.context == 1:
             raise PlanError(
                 "Plan.parallel.attention = 'ring' contradicts context = 1: keys and values travel "
@@ -336,12 +347,12 @@ class Parallel:
             raise PlanError(
                 "Plan.parallel.attention = 'ring' does not support sequence = True yet: "
                 "what the tensor axis cuts along the sequence would not be in the order that "
-                "balances a ring. Leave one of the two out"
+                "balances a ring. Leave one of the two out."
             )
         if self.context > 1 and self.tensor == 1 and self.placements != "auto":
             raise PlanError(
                 f"Plan.parallel.placements contradicts context = {self.context}: it is about "
-                "layers that are cut over the tensor axis. Set tensor, or drop it"
+                "layers that are cut over the tensor axis. Set tensor, or drop it."
             )
         others = [n for n in ("pipeline", "context") if getattr(self, n) > 1]
         others += ["sequence"] if self.sequence else []

@@ -239,7 +239,7 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
                 f"Plan.parallel.schedule = {plan.parallel.schedule!r} contradicts "
                 "precision.loss_scale = 'external': a call of the model runs its backwards, before "
                 "GradScaler scales the loss. Let zerofx scale it (loss_scale='dynamic'), or use "
-                "schedule='gpipe' with a loss outside of forward"
+                "schedule='gpipe' with a loss outside of forward."
             )
     for axis, others in refused.items():
         for name, is_set in others.items():

@@ -8,7 +8,8 @@ value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from zerofx.layout.placements import (
     join_into,
     leads,
     memory_order,
+    owned_groups,
     part,
     pieces,
     strides_like,
@@ -231,3 +233,46 @@ def embedding_rows_backward(
     own = torch.where(inside & (ids != padding), own, rows)  # into an extra row at the end
     full = torch.ops.aten.embedding_dense_backward(grad, own, rows + 1, -1, False)
     return full[:rows].contiguous()
+
+
+# -- products of experts --------------------------------------------------------------------------
+def _own_groups(engine: Any, ends: Tensor, axis: str) -> Iterator[tuple[int, slice]]:
+    """Yield, for each of this rank's experts that has rows, its number here and its rows."""
+    line = _axis(engine, axis)
+    first, last = owned_groups(len(ends), line.rank, line.size)
+    bounds = [0, *ends.tolist()]
+    for number, (start, stop) in enumerate(pairwise(bounds[first : last + 1])):
+        if stop > start:
+            yield number, slice(start, stop)
+
+
+@torch.no_grad()
+def grouped_rows(engine: Any, x: Tensor, weight: Tensor, ends: Tensor, axis: str) -> Tensor:
+    """Multiply the rows of this rank's experts, each by its expert's matrix: zeros for others."""
+    made = x.new_zeros(x.shape[0], weight.shape[2])
+    for number, rows in _own_groups(engine, ends, axis):
+        torch.mm(x[rows], weight[number], out=made[rows])
+    return made
+
+
+@torch.no_grad()
+def grouped_rows_backward(
+    engine: Any, x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, axis: str
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows of this rank's experts, and of their matrices."""
+    of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight)
+    for number, rows in _own_groups(engine, ends, axis):
+        torch.mm(grad[rows], weight[number].T, out=of_x[rows])
+        torch.mm(x[rows].T, grad[rows], out=of_weight[number])
+    return of_x, of_weight
+
+
+@torch.no_grad()
+def grouped_weights(
+    engine: Any, a: Tensor, b: Tensor, ends: Tensor, axis: str, number: int
+) -> Tensor:
+    """Multiply columns of `a` by rows of `b`: one product for each of this rank's experts."""
+    made = a.new_zeros(number, a.shape[0], b.shape[1])
+    for each, rows in _own_groups(engine, ends, axis):
+        torch.mm(a[:, rows], b[rows], out=made[each])
+    return made

@@ -179,8 +179,8 @@ def _source(
         target = load_program(target)
     if not isinstance(target, (str, Target, Program)):
         raise PlanError(
-            f"predict was given a {type(target).__name__}. It takes a captured program, or a name "
-            "such as 'file.py:function'. Capture a model first: "
+            f"predict was given an object of type {type(target).__name__}. It takes a captured "
+            "program, or a name such as 'file.py:function'. Capture a model first: "
             "zerofx.predict(zerofx.capture(model, args), plan, hardware=..., world_size=...)."
         )
     if isinstance(target, Program):

@@ -62,12 +62,15 @@ def released_later(directory: Path) -> None:
 @harmless
 def statements_split(directory: Path) -> None:
     source = Source(directory)
-    i = source.at(r"rt.pack\(grads_1, 1, \(14, 15\)", "def backward")
-    names = re.search(r"\[\s*(\w+), (\w+),?\s*\]", source.lines[i])
+    i = source.at(r"rt.pack\(grads_1, 1, \(14, 15, ", "def backward")
+    pack = source.lines[i]
+    names = re.search(r"\[\s*(\w+),\s*(\w+),", pack)
     assert names is not None
+    rest = pack[: names.start() + 1] + pack[names.end() :]
     source.lines[i : i + 1] = [
         f"    rt.pack(grads_1, 1, (14,), [{names[1]}])",
         f"    rt.pack(grads_1, 1, (15,), ({names[2]},))",
+        rest.replace("(14, 15, ", "("),
     ]
     i = source.at(r"\(embed_weight, position_weight\) = ")
     source.lines[i : i + 1] = [

@@ -120,6 +120,9 @@ PLACED_BASES = [
     Base("gpt-dropout", Choice(3, 2, parallel=TENSOR + OURS)),
 ]
 
+# Whose experts are divided among the ranks of the tensor axis.
+EXPERTS = (*TENSOR, ("experts", True))
+
 # Whose sequences are cut over the context axis.
 CONTEXT = (("context", 2),)
 CONTEXT_BASES = [
@@ -145,6 +148,11 @@ CROSSED_BASES = [
     Base("hf-llama", Choice(3, 4, parallel=CROSSED)),
     Base("hf-gpt2", Choice(2, 4, parallel=CROSSED, activations="recompute")),
     Base("hf-llama", Choice(1, 4, parallel=(*SEQUENCE, *CONTEXT))),
+]
+EXPERT_BASES = [
+    Base("hf-mixtral", Choice(3, 2, parallel=EXPERTS)),
+    Base("hf-mixtral", Choice(1, 4, parallel=EXPERTS, activations="recompute")),
+    Base("hf-mixtral", Choice(3, 4, parallel=(*EXPERTS, *CONTEXT))),
 ]
 
 

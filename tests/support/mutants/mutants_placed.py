@@ -18,15 +18,17 @@ from torch import Tensor, fx
 from zerofx import ops
 from zerofx.errors import ProgramError
 from zerofx.ir.meta import Hole, Placed, info, set_info, tensors_of, value
-from zerofx.ir.placing import Operand, WholeCall, _is_local, _Typing, ways
+from zerofx.ir.placing import Operand, WholeCall, _is_local, _noted, _Typing, has_owners, ways
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Planned
 from zerofx.ir.spec import Kind, kind_of, wait_for
+from zerofx.ir.verify_values import Numbering
 from zerofx.layout.buckets import CONTEXT
-from zerofx.layout.placements import Cut, Part, R, fits, num_chunks
+from zerofx.layout.placements import Cut, Owned, Part, R, fits, num_chunks, serves
 from zerofx.ops.placed import CONVERSIONS
 
 aten = torch.ops.aten
 OWN_ROWS = (ops.embedding_rows, ops.embedding_rows_backward)
+OF_EXPERTS = (ops.grouped_rows, ops.grouped_rows_backward, ops.grouped_weights)
 
 
 def conversions(edit: Editor, *targets: object) -> list[fx.Node]:
@@ -196,10 +198,10 @@ def _copied(edit: Editor, node: fx.Node) -> fx.Node:
 
 
 def wrong_axis(edit: Editor) -> str | None:
-    nodes = [*conversions(edit), *edit.find(*OWN_ROWS)]
+    nodes = [*conversions(edit), *edit.find(*OWN_ROWS, *OF_EXPERTS)]
     if (node := edit.any_of(nodes)) is None:
         return None
-    at = 1 if node.target in CONVERSIONS else 2
+    at = _constants_at(node)
     others = {"shard", "replicate", *edit.program.plan.parallel.value_axes} - {node.args[at]}
     set_argument(node, at, new := edit.rng.choice(sorted(others)))
     return f"{label(node)} over {new}"
@@ -463,7 +465,7 @@ RINGS = (ops.ring_attention, ops.ring_attention_backward)
 
 
 def _constants_at(node: fx.Node) -> int:
-    """Return where a ring's axis is: ranks, the causal mask and the scale come next."""
+    """Return where an op's axis is: after its tensors, before all other constants."""
     return next(at for at, argument in enumerate(node.args) if isinstance(argument, str))
 
 
@@ -543,6 +545,52 @@ def other_result(edit: Editor) -> str | None:
 
 RING_KINDS = [other_ring, no_ring, other_operand, other_result]
 MASK_KINDS = [no_mask, other_rows]
+
+
+# -- experts that are divided ----------------------------------------------------------------------
+def other_owner(edit: Editor) -> str | None:
+    """Let a call read rows of another layer, which other ranks own, in the place of its own."""
+    nodes = [n for n in edit.graph.nodes if n.op == "call_function" and n.target is not ops.wait]
+    for node in _shuffled(edit, nodes):
+        for read in _shuffled(edit, list(node.all_input_nodes)):
+            lies = _lies(read)
+            if not isinstance(lies, Owned):
+                continue
+            others = [
+                n for n in edit.alike(read, node)
+                if isinstance(at := _lies(n), Owned) and at.dim == lies.dim and at != lies
+            ]  # fmt: skip
+            if others:
+                node.replace_input_with(read, other := edit.rng.choice(others))
+                return f"{label(node)} reads {label(other)} for {label(read)}"
+    return None
+
+
+def other_ends(edit: Editor) -> str | None:
+    """Let a product take other rows for those of its experts: one row less of each, or none."""
+    if (node := edit.any_of(edit.find(*OF_EXPERTS))) is None:
+        return None
+    ends: Any = node.args[2]
+    target, last = edit.rng.choice([(aten.sub.Tensor, 1), (aten.clamp.default, 2)])
+    more = (last,) if target is aten.sub.Tensor else (None, last)
+    whole = Placed(R, tuple(value(ends).shape), target, (Hole(0), *more), {})
+    made = _inserted(edit, target, (ends, *more), node, ends, placed=whole)
+    set_argument(node, 2, made)
+    return f"{label(node)}: {target} of {label(ends)}"
+
+
+def whole_product(edit: Editor) -> str | None:
+    """Let a rank multiply all rows by what it has, as if it had all experts."""
+    if (node := edit.any_of(edit.find(*OF_EXPERTS))) is None:
+        return None
+    what, placed = label(node), info(node).placed
+    assert placed is not None
+    at = _constants_at(node)
+    node.target, node.args = placed.target, node.args[:at]
+    return what
+
+
+EXPERT_KINDS = [other_owner, other_ends, whole_product]
 
 
 # -- what is right --------------------------------------------------------------------------------
@@ -697,7 +745,8 @@ class _Telling(_Typing):
         whole = self._whole(over, node, placed)
         now = tuple(o.now for o in whole.operands)
         for way in ways(whole):
-            if way.needs == now and _is_local(way, whole, call, tensors):
+            is_met = all(map(serves, now, way.needs))
+            if is_met and _is_local(way, whole, call, tensors):
                 placed, note = replace(placed, gives=way.gives), info(node).placed
                 is_first = over is self.axes[0]
                 set_info(node, placed=placed if is_first else replace(note, outer=placed))  # type: ignore[type-var]
@@ -708,10 +757,11 @@ class _Telling(_Typing):
 def tell(program: Planned) -> None:
     """Make what nodes note of how they lie agree with the graph, as far as there is a way."""
     saved: list[Any] = []
+    numbering = Numbering(program, ()) if has_owners(program) else None
     for name in (JOINT, FORWARD, BACKWARD):
         if name in program.graphs:
             try:
-                saved = _Telling(program, name, saved).run()
+                saved = _Telling(program, name, saved, _noted, numbering).run()
             except ProgramError:
                 return
 

@@ -253,6 +253,44 @@ class Placed:
         made.index_add_(0, own.reshape(-1), grad.reshape(-1, grad.shape[-1]))
         return made[:rows].clone()
 
+    # -- products of experts ----------------------------------------------------------------
+    def _own_experts(self, ends: Tensor, axis: str) -> list[tuple[int, int]]:
+        """Return (row, its expert's number here) of the rows of this rank's experts."""
+        members, place = self._members(axis)
+        each = len(ends) // len(members)
+        found = []
+        for row in range(int(ends.max())):
+            expert = int((ends <= row).sum())
+            if expert // each == place:
+                found.append((row, expert % each))
+        return found
+
+    def _grouped_rows(self, x: Tensor, weight: Tensor, ends: Tensor, axis: str) -> Blocking:
+        yield from ()
+        made = x.new_zeros(x.shape[0], weight.shape[2])
+        for row, number in self._own_experts(ends, axis):
+            made[row] = x[row] @ weight[number]
+        return made
+
+    def _grouped_rows_backward(
+        self, x: Tensor, weight: Tensor, ends: Tensor, grad: Tensor, axis: str
+    ) -> Blocking:
+        yield from ()
+        of_x, of_weight = torch.zeros_like(x), torch.zeros_like(weight)
+        for row, number in self._own_experts(ends, axis):
+            of_x[row] = weight[number] @ grad[row]
+            of_weight[number] += torch.outer(x[row], grad[row])
+        return of_x, of_weight
+
+    def _grouped_weights(
+        self, a: Tensor, b: Tensor, ends: Tensor, axis: str, number: int
+    ) -> Blocking:
+        yield from ()
+        made = a.new_zeros(number, a.shape[0], b.shape[1])
+        for row, expert in self._own_experts(ends, axis):
+            made[expert] += torch.outer(a[:, row], b[row])
+        return made
+
     def _own_rows(self, ids: Tensor, axis: str, rows: int) -> Tensor:
         """Return the numbers of ids among this rank's rows, `rows` for those of others."""
         _, place = self._members(axis)

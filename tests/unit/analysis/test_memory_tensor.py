@@ -54,6 +54,58 @@ def test_peaks_are_known_with_what_collectives_of_values_hold(pool: Pool, sequen
         assert measured == pytest.approx(predicted, rel=0.02)
 
 
+class Mixed:
+    """A Mixtral whose experts are larger than all else; all tokens go to the first two of eight."""
+
+    def __init__(self, parallel: dict[str, Any] | None, is_even: bool) -> None:
+        from transformers import MixtralConfig, MixtralForCausalLM
+
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(
+            MixtralConfig(
+                hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=4, vocab_size=64, num_local_experts=8, num_experts_per_tok=2,
+                use_cache=False,
+            )
+        )  # fmt: skip
+        if not is_even:
+            for layer in model.model.layers:
+                torch.nn.init.zeros_(layer.mlp.gate.weight).requires_grad_(False)
+        plan = {"kernels": "aten", "parallel": parallel, "outputs": "loss"}
+        self.model: Any = zerofx.compile(model, plan)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=False)
+
+    def step(self, number: int) -> float:
+        draw = torch.Generator().manual_seed(number)
+        ids = torch.randint(0, 64, (4, 64), generator=draw)
+        self.model(input_ids=ids, labels=ids).loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return 0.0
+
+
+def weigh_experts(parallel: dict[str, Any] | None, is_even: bool) -> tuple[int, int, int]:
+    """Return the peak, the predicted one, and the elements of the experts' weights."""
+    trainee, measured = peak_bytes(lambda: Mixed(parallel, is_even))
+    (program,) = trainee.model.programs
+    held = {n: p for n, p in trainee.model.named_parameters() if "experts" in n}
+    numel = sum(p.to_local().numel() for p in held.values())
+    return measured, program.memory(basis="aten").peak_bytes, numel
+
+
+@pytest.mark.slow
+def test_peaks_of_whole_experts_are_known_whatever_their_loads(pool: Pool) -> None:
+    """The first rank has all tokens of an uneven load; it holds no more than with an even one."""
+    pytest.importorskip("transformers")
+    experts = 2 * 8 * 3 * 64 * 256
+    for is_even in (True, False):
+        for measured, predicted, numel in pool.run(
+            2, weigh_experts, {"tensor": 2, "experts": True}, is_even
+        ):
+            assert numel == experts // 2
+            assert measured == pytest.approx(predicted, rel=0.02)
+
+
 def weigh_long(parallel: dict[str, Any] | None) -> tuple[int, int, int]:
     """Return the peak, the predicted one, and what is held between steps."""
     trainee, measured = peak_bytes(lambda: Trainee(parallel, 256, outputs="loss"))

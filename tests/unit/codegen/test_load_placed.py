@@ -89,6 +89,8 @@ def _calls(program: Planned) -> list[tuple[Any, ...]]:
         pytest.param("llama", SEQUENCE, 4, marks=pytest.mark.slow),
         pytest.param("t5", {"tensor": 2}, 2, marks=pytest.mark.slow),
         pytest.param("mixtral", {"tensor": 2}, 2, marks=pytest.mark.slow),
+        ("mixture", {"tensor": 2, "placements": {"*.up": "experts", "*.down": "experts"}}, 2),
+        pytest.param("mixtral", {"tensor": 2, "experts": True}, 4, marks=pytest.mark.slow),
         pytest.param("dropout", SEQUENCE, 2, marks=pytest.mark.slow),
         pytest.param("llama", {"context": 2}, 2, marks=pytest.mark.slow),
         pytest.param("grouped", {"context": 2} | RING, 4, marks=pytest.mark.slow),

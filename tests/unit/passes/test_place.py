@@ -33,8 +33,10 @@ from zerofx.passes.order import Setting
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.pipeline import run
 from zerofx.passes.place import OpenLosses, OpenProducts, Place
+from zerofx.plan.fields import Patterns
 from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
+from zerofx.tools.targets import Target
 
 NAMES = ["llama", "gpt2", "bert", "t5", "vit"]
 PADDED = " padded"
@@ -218,6 +220,82 @@ def test_experts_send_what_an_mlp_does(name: str) -> None:
     assert mine["forward", "reduce_values"] == 2
 
 
+EXPERTS = {"blocks.*.up": "experts", "blocks.*.down": "experts"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("mixtral", "model.layers.1"),
+        pytest.param("qwen3-moe", "model.layers.1", marks=pytest.mark.slow),
+    ],
+)
+def test_whole_experts_send_what_cut_ones_do(name: str, unit: str, ranks: int) -> None:
+    """The same sums of the same shapes; each rank multiplies the rows of its experts alone."""
+    found = []
+    for experts in (True, False):
+        program = check(name, Parallel(tensor=ranks, experts=experts))
+        layer = [n for n in program.graph(JOINT).nodes if unit in info(n).module]
+        found.append(
+            Counter(
+                (info(n).phase.value, str(n.target), tuple(value(n).shape))
+                for n in layer
+                if n.target in CONVERSIONS and n.target is not part
+            )
+        )
+        part_of = program.params[f"{unit}.mlp.experts.down_proj"].part
+        assert part_of is not None and part_of.cut == (Cut(0) if experts else Cut(2))
+        own = [str(n.target).split(".")[1] for n in layer if "grouped_rows" in str(n.target)]
+        assert own == (["grouped_rows"] * 2 + ["grouped_rows_backward"] * 2 if experts else [])
+    assert found[0] == found[1]
+
+
+def test_experts_of_any_model_are_divided_by_name() -> None:
+    """Products of torch's own, whose gradients are products of rows and of columns."""
+    program = check("mixture", Parallel(tensor=2, placements=Patterns(EXPERTS)))
+    told = Counter(
+        str(n.target).split(".")[1]
+        for n in program.graph(JOINT).nodes
+        if "grouped" in str(n.target)
+    )
+    assert told == {"grouped_rows": 8, "grouped_weights": 4}
+    found = {key: n for key, n in sent(program).items() if key[0]}
+    assert {kind for _, _, kind in found} == {"reduce_values"}
+    assert [found[f"blocks.{i}", "forward", "reduce_values"] for i in range(2)] == [1, 1]
+
+
+def test_whole_experts_take_the_operations_of_cut_ones() -> None:
+    """With even loads; and a search takes experts as given, and prices them."""
+    flops = {}
+    for experts in (True, False):
+        plan = {"parallel": {"tensor": 2, "experts": experts}, "stage": 3}
+        program = zerofx.rewrite(captured("mixtral")[1], plan, 4)
+        prices = Roofline.of(program.plan, hardware_for("cuda", "dgx-h100"), 4)
+        flops[experts] = sum(task.flops for task in tasks(program, prices))
+        assert zerofx.predict(program, hardware="dgx-h100").step_us > 0
+    layers, rows, width, inner = 2, 16 * 2, 32, 64
+    products = 3 * layers * 2 * rows * (2 * inner * width + inner * width) / 2  # of a rank
+    assert flops[True] == flops[False] > products
+
+
+def test_a_search_takes_experts_as_given() -> None:
+    given = {"parallel": {"tensor": 2, "experts": True}, "offload": "none", "kernels": "aten"}
+    target = Target("mixtral", captured("mixtral")[0], (), batch("mixtral"))
+    view = zerofx.search(target, hardware="cpu-box", world_size=2, global_samples=2, plan=given)
+    assert view.plan.parallel == Parallel(tensor=2, experts=True) and view.found.fits
+
+
+def test_experts_that_nothing_divides_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The number of experts is no multiple, or no plan of the model names them."""
+    for name, ranks in (("mixtral", 8), ("llama", 2)):
+        caplog.clear()
+        program = placed(name, Parallel(tensor=ranks, experts=True))[1]
+        assert "Plan.parallel.experts divides nothing" in caplog.text
+        assert not any(p.part and p.part.cut == Cut(0) and len(p.part.shape) == 3
+                       for p in program.params.values())  # fmt: skip
+
+
 # -- sequences that are cut -----------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("name", "layer"),
@@ -283,6 +361,10 @@ def test_a_layer_of_both_sends_what_megatrons_and_ulysses_do(name: str, layer: s
         pytest.param("grouped padded", {}, marks=pytest.mark.slow),
         pytest.param("t5", {}, marks=pytest.mark.slow),
         pytest.param("mixtral", {}, marks=pytest.mark.slow),
+        ("mixtral", {"experts": True}),
+        pytest.param("mixtral", {"experts": True, "sequence": True}, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"experts": True, "attention": "ring"}, marks=pytest.mark.slow),
+        pytest.param("mixture", {"placements": Patterns(EXPERTS)}, marks=pytest.mark.slow),
         pytest.param("vit", {}, marks=pytest.mark.slow),
         pytest.param("llama", {"attention": "ring"}, marks=pytest.mark.slow),
         pytest.param("gpt2 padded", {"attention": "ring"}, marks=pytest.mark.slow),
@@ -698,6 +780,7 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
         ({"parallel": {"tensor": 0}}, "Plan.parallel.tensor"),
         ({"parallel": {"tensors": 2}}, "tensor"),
         ({"parallel": {"sequence": True}}, "Set tensor, or drop sequence"),
+        ({"parallel": {"experts": True}}, "contradicts tensor = 1: zerofx divides experts"),
         ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' for groups"),
         ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
         (
@@ -709,8 +792,11 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
             "does not support offload to NVMe yet",
         ),
         (
-            {"parallel": {"pipeline": 2}, "memory_budget": "1GiB"},
-            "does not support memory_budget yet",
+            {
+                "parallel": {"pipeline": 2, "schedule": "interleaved", "interleave": 2},
+                "memory_budget": "1GiB",
+            },
+            "does not support schedule = 'interleaved' and memory_budget yet",
         ),
         (
             {

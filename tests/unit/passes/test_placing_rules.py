@@ -5,19 +5,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers.integrations.moe  # noqa: F401  # it registers operators
-from placed_ranks import on_axes, together
+from placed_ranks import Meeting, ThreadAxis, on_axes, together
 from torch import Tensor
 
 from zerofx import ops
 from zerofx.ir.meta import Hole, filled
 from zerofx.ir.placing import RULES, Operand, Way, WholeCall, ways
 from zerofx.ir.spec import Kind, spec_of_target
-from zerofx.layout.placements import Cut, P, Placement, R, fits, part
+from zerofx.layout.placements import Cut, Owned, P, Placement, R, fits, part
 from zerofx.plan.parts import Parallel
 from zerofx.runtime.graph_calls import GraphCalls
 
@@ -298,6 +299,92 @@ def checked(number: int, zigzag: bool) -> set[Way]:
                         mine, theirs, rtol=1e-5, atol=1e-5, msg=lambda m, w=way: f"{w}: {m}"
                     )
     return seen
+
+
+# -- rows that one rank has ------------------------------------------------------------------------
+FOUR = torch.tensor([2, 2, 3, 8], dtype=torch.int32)  # the ends of two groups on each rank
+OF_FOUR: list[tuple[Any, tuple[Any, ...]]] = [
+    (aten._grouped_mm.default, (rand(8, 24).float(), rand(4, 24, 24).float(), FOUR)),
+    (aten._grouped_mm.default, (rand(24, 8).float(), rand(8, 24).float(), FOUR)),
+    (GROUPED, (rand(8, 12), rand(4, 12, 10), FOUR)),
+    (GROUPED_BACKWARD, (rand(8, 12), rand(4, 12, 10), FOUR, rand(8, 10))),
+    (aten.pow.Tensor_Scalar, (X, -1)), (aten.add.Tensor, (X, 1.0)),
+    (aten.mul.Tensor, (rand(4, 6), rand(4, 1))), (aten.view.default, (rand(8, 6), [8, 2, 3])),
+    (aten.cat.default, ([rand(8, 4), rand(8, 4)], -1)),
+]  # fmt: skip
+MINE, OTHER = "0123456789abcdef", "fedcba9876543210"  # digests of ends
+
+
+def lying(x: Tensor) -> Iterator[Placement]:
+    yield R
+    if x.is_floating_point():
+        yield from (Owned(0, MINE), Owned(0, OTHER))
+        yield from [Owned(1, MINE)] if x.dim() > 1 else []
+        yield from [Cut(0)] if x.dim() == 3 and x.shape[0] == 4 else []
+
+
+def owned(x: Tensor, lies: Placement, rank: int) -> Tensor:
+    """Return what a rank has of rows that lie so: the first two are rank 0's, others rank 1's."""
+    if not isinstance(lies, Owned):
+        return laid(x, lies, rank, 0, False)
+    theirs = (torch.arange(x.shape[lies.dim]) < 2) == (rank == 1)
+    return x.masked_fill(theirs.view([-1 if d == lies.dim else 1 for d in range(x.dim())]), 0)
+
+
+def on_rank(rank: int, target: Any, args: Any) -> Any:
+    axis = ThreadAxis(rank, Meeting(RANKS))
+    engine: Any = SimpleNamespace(world=SimpleNamespace(axis=lambda name: axis))
+    with GraphCalls(engine).active():
+        return target(*args)
+
+
+def owned_ways(target: Any, given: tuple[Any, ...]) -> int:
+    """Compare the ways that read or give rows of one rank with the whole call; count them."""
+    args, tensors = holed(given)
+    whole, seen = called(target, given), set[Way]()
+    for now in itertools.product(*(list(lying(t)) for t in tensors[:4])):
+        lies = now + (R,) * (len(tensors) - len(now))
+        operands = [Operand(tuple(t.shape), n, MINE) for t, n in zip(tensors, lies, strict=True)]
+        call = WholeCall(target, tuple(args), {}, tuple(operands), whole, RANKS)
+        for way in ways(call):
+            gives = way.gives if isinstance(way.gives, tuple) else (way.gives,)
+            of = {each.ends for each in (*way.needs, *gives) if isinstance(each, Owned)}
+            if not of or way in seen:
+                continue
+            assert len(of) == 1, f"{way} takes rows of two owners for those of one"
+            seen.add(way)
+            local = way.args if way.args is not None else call.args
+            op = getattr(ops, way.op) if way.op else target
+            made = []
+            for rank in range(RANKS):
+                mine = [owned(t, n, rank) for t, n in zip(tensors, way.needs, strict=True)]
+                made.append(on_rank(rank, op, filled(local, mine)))
+            got = together([list(m) if isinstance(m, tuple) else m for m in made], way.gives)
+            for one, other in zip(
+                *([v] if isinstance(v, Tensor) else v for v in (got, whole)), strict=True
+            ):
+                torch.testing.assert_close(
+                    one, other, rtol=1e-5, atol=1e-5, msg=lambda m, w=way: f"{w}: {m}"
+                )
+    return len(seen)
+
+
+def test_rows_of_one_rank_stay_there() -> None:
+    """Two ranks never have one row, and none is lost; what zeros do not stay in has no way."""
+    found: dict[str, int] = {}
+    for target, given in [*CASES, *OF_FOUR]:
+        name = str(target).removesuffix(".default")
+        found[name] = found.get(name, 0) + owned_ways(target, given)
+    kept = {name.removeprefix("aten.") for name, number in found.items() if number}
+    assert kept >= {
+        "_grouped_mm", "transformers.grouped_mm_fallback", "mul.Tensor", "silu", "gelu",
+        "transformers.grouped_mm_fallback_backward", "silu_backward", "split.Tensor", "cat", "t",
+        "transpose.int", "view", "_to_copy", "slice.Tensor", "slice_backward", "add.Tensor",
+    }  # fmt: skip
+    lost = {"sigmoid", "exp", "cos", "add.Scalar", "rsub.Scalar", "softplus", "where.self", "mm"}
+    assert not kept & lost
+    assert not owned_ways(aten.pow.Tensor_Scalar, (X, -1))
+    assert not owned_ways(aten.add.Tensor, (X, 1.0))
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from mutants import (
     BASES,
     CONTEXT_BASES,
     CROSSED_BASES,
+    EXPERT_BASES,
     MASKED_BASES,
     PLACED_BASES,
     RING_BASES,
@@ -25,6 +26,7 @@ from mutants_judge import Tally, harm_of, refusal_of
 from mutants_kinds import KINDS
 from mutants_move import move_update
 from mutants_placed import (
+    EXPERT_KINDS,
     HARMFUL,
     HARMLESS,
     MASK_KINDS,
@@ -105,6 +107,21 @@ def test_of_layers_that_are_cut() -> None:
         found.add(mutant)
     assert found.total("harmful refused") > 10 and found.total("harmless accepted") > 2
     check(found, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(270, 272))
+def test_of_experts_that_are_divided(seed: int) -> None:
+    """Rows of other owners, other ends of groups, products of all rows; and all of the above."""
+    found = Tally()
+    unsuited = ("wrong_joined", "sum_another")  # no sums of this model share a message
+    kinds = [*EXPERT_KINDS, *map(told, EXPERT_KINDS)] * 3
+    kinds += [k for k in PLACED if not k.__name__.startswith(unsuited)]
+    for mutant in generate(len(kinds), seed, EXPERT_BASES, kinds):
+        found.add(mutant)
+    own = [k.__name__.replace("_", "-") for k in EXPERT_KINDS]
+    assert found.total("harmful refused", own) >= 2 * len(own)
+    check(found, 0.1, strays_by=1.65)
 
 
 NO_TENSOR = {"wrong_rows", "wrong_part", "wrong_joined", "sum_another", "reduce_apart"}

@@ -113,7 +113,7 @@ def reloaded_where_a_copy_stays() -> Planned:
     return p
 
 
-@broken(r"bucket \d \(\S+\) is gathered from the device: use rt.refresh$")
+@broken(r"bucket \d \(\S+\) is gathered from the device: use rt.refresh.$")
 def shard_refreshed_where_it_is_the_bucket() -> Planned:
     p = program(world=1, offload=OPTIMIZER)
     find(p, ops.refresh, graph=FORWARD).target = ops.refresh_shard

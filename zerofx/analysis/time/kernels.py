@@ -202,6 +202,8 @@ def node_flops(node: fx.Node) -> float:
     known = counted_flops(node.target, args, kwargs, value(node))
     if known is not None:
         return known
+    if "grouped" in str(node.target) and "scaled" not in str(node.target):
+        return _of_experts(node)
     return _of_attention(node) if "attention" in str(node.target) else 0.0
 
 
@@ -219,6 +221,20 @@ def _of_attention(node: fx.Node) -> float:
     query, key = (full[1], full[2]) if is_backward else (full[0], full[1])
     products = 5 if is_backward else 2
     return products * 2.0 * query.numel() * key.shape[-2]
+
+
+def _of_experts(node: fx.Node) -> float:
+    """Count the product of each row and the matrix of its expert, two of them in backward.
+
+    Of rows that are divided among ranks each has its share, which is exact for even loads.
+    """
+    first, second, ends = (*map(_value, node.args[:3]), None, None)[:3]
+    if not isinstance(ends, torch.Tensor):  # a batch of equal groups
+        return 0.0
+    matrices = second if second.dim() == 3 else value(node)
+    times = 2 if "backward" in str(node.target) else 1
+    share = matrices.shape[0] / ends.shape[0]
+    return times * 2.0 * first.numel() * second.shape[-1] * share
 
 
 def _of_products(node: fx.Node) -> float:

@@ -121,6 +121,11 @@ def search(
     described.check_world(world_size)
     base, settled = _settled(plan, described)
     named = resolve(target, batch, seq) if isinstance(target, str) else target
+    if not isinstance(named, Target):
+        raise PlanError(
+            f"search was given an object of type {type(target).__name__}. It takes a name such as "
+            "'file.py:function', or a Target with the model and the arguments of a call."
+        )
     family = ModelFamily(base, says=says, target=named)
     space = Space(
         described, world_size, 0, base, settled, family.tiled, nvme,

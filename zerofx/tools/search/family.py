@@ -622,8 +622,8 @@ def _is_large(module: nn.Module, layer_numel: int) -> bool:
 def _stacks(module: nn.Module, name: str = "") -> Iterator[str]:
     """Yield the outermost lists of identical layers that are worth shortening."""
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > SETTLED + STRIDE + 1:
-        forms = {_form(layer) for layer in module}
-        if len(forms) == 1:
+        layers = list(module)
+        if len(set(map(_form, layers))) == 1 and all(map(_repeats, layers, layers[STRIDE:])):
             yield name
             return
     for child_name, child in module.named_children():
@@ -635,6 +635,30 @@ def _form(layer: nn.Module) -> tuple[Any, ...]:
     modules = tuple((name, type(m)) for name, m in layer.named_modules())
     tensors = chain(layer.named_parameters(), layer.named_buffers())
     return modules, tuple((n, t.shape, t.dtype, t.requires_grad) for n, t in tensors)
+
+
+def _repeats(layer: nn.Module, later: nn.Module) -> bool:
+    """Return whether a layer and the one STRIDE later have the same settings.
+
+    Settings are plain attributes; those that count the layers grow with them. Rates are left out:
+    they may vary with depth, and cost nothing.
+    """
+    for one, other in zip(layer.modules(), later.modules(), strict=True):
+        settings, others = _settings(one), _settings(other)
+        if settings.keys() != others.keys():
+            return False
+        for name, setting in settings.items():
+            if type(setting) is int and others[name] == setting + STRIDE:
+                continue
+            if setting != others[name]:
+                return False
+    return True
+
+
+def _settings(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers, texts and flags among a module's attributes."""
+    plain = (bool, int, str, type(None))
+    return {k: v for k, v in vars(module).items() if type(v) in plain}
 
 
 def _at(module: nn.Module, name: str) -> Any:
