@@ -217,8 +217,8 @@ EVERY = [writes_parameters, writes_through_aliases, writes_states, writes_gradie
          copies]  # fmt: skip
 NEED_GRADIENTS = ["writes_gradients", "two_live", "in_halves", "faults_between"]
 EARLY = {"update": "in-backward"}
-# In one process an update on the device covers each parameter by itself, on NVMe a whole bucket,
-# and torch rounds the last few elements of a range otherwise.
+# In one process an update on the device covers each parameter by itself, on NVMe a whole bucket:
+# a state of four elements differed by one unit in the last place.
 ROUNDED = {"freezes": ["judge.weight.exp_avg_sq"]}
 NAMES = [scenario.__name__ for scenario in EVERY]
 

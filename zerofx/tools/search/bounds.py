@@ -91,15 +91,13 @@ NOTHING = Alone(0.0, 0.0, 0.0, 0.0)
 class Bounds:
     """Bounds of every choice for one family on one hardware and world.
 
-    plainest: the choice with the largest micro-batch that keeps all activations. most_samples: of
-        the largest micro-batch with axes, if it has more.
+    plainest: the choice with the largest micro-batch that keeps all activations.
     """
 
     family: Family
     hardware: Hardware
     world_size: int
     plainest: Choice
-    most_samples: int = 0
     _alone: dict[object, Alone] = field(default_factory=dict)
 
     @property
@@ -143,7 +141,7 @@ class Bounds:
         What a rank holds of a sample does not grow with their number, and a part that does not
         depend on it is counted as if it did, so that the bound holds.
         """
-        samples = max(self.plainest.samples, self.most_samples, choice.samples)
+        samples = max(self.plainest.samples, choice.samples)
         try:
             most = self._alone_with(choice.plan, samples, activations, tier)
         except (CaptureError, TargetError):  # which the model does not take
