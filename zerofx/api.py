@@ -106,6 +106,13 @@ def compile(
         SnapshotError: the weights are missing, incomplete, or belong to another model.
         ShardError: a parameter cannot be sharded; the model is left unchanged.
         DesyncError: another rank did not arrive within ZEROFX_TIMEOUT_S, or raised; names the rank.
+
+    Example:
+        model = zerofx.compile(MyModel(), zerofx.Plan(stage=3))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        loss = model(x, y)  # the first call captures and schedules the step
+        loss.backward()
+        optimizer.step()
     """
     with StartUp(mesh) as start:  # if this block raises, the other ranks are told
         built = list_of(optimizer)

@@ -4,7 +4,8 @@
         else the CPU.
 
 A line that begins with the name of a parameter (or of a dataclass's field) and a colon begins the
-list of arguments. It ends at the next empty line or section.
+list of arguments. It ends at the next empty line or section. The lines of an example become a block
+of code.
 """
 
 from __future__ import annotations
@@ -31,6 +32,17 @@ def with_heading(text: str, names: set[str], heading: str) -> str:
     return "\n".join(lines)
 
 
+def with_code(text: str) -> str:
+    """Return a docstring whose example is a block of code, without the prompts of a shell."""
+    before, found, rest = text.partition("\nExample:\n")
+    if not found:
+        return text
+    code = re.split(r"\n(?=\S)", rest)[0]
+    plain = re.sub(r"^(\s*)(?:>>>|\.\.\.) ?", r"\1", code, flags=re.M).rstrip()
+    after = rest[len(code) :]
+    return f"{before}{found}    ```python\n{plain}\n    ```\n{after}"
+
+
 class Arguments(Extension):
     """Gives every function's and class's docstring its heading."""
 
@@ -38,8 +50,12 @@ class Arguments(Extension):
         if func.docstring and "Args:" not in func.docstring.value:
             names = {p.name for p in func.parameters}
             func.docstring.value = with_heading(func.docstring.value, names, "Args:")
+        if func.docstring:
+            func.docstring.value = with_code(func.docstring.value)
 
     def on_class(self, *, cls: Class, **_: Any) -> None:
         if cls.docstring and "Attributes:" not in cls.docstring.value:
             names = {n for n, m in cls.members.items() if not m.is_function}
             cls.docstring.value = with_heading(cls.docstring.value, names, "Attributes:")
+        if cls.docstring:
+            cls.docstring.value = with_code(cls.docstring.value)

@@ -1,7 +1,8 @@
 """The documentation: what it shows is what happens, its links lead somewhere, its English is plain.
 
 `ZEROFX_UPDATE_GOLDENS=1 pytest tests/tools/test_docs.py` writes what commands print now into
-README.md and docs/tutorial.md; lines that are left out (`...`) stay left out.
+README.md and docs/tutorial.md, where lines that are left out (`...`) stay left out, and draws
+docs/step.svg.
 """
 
 from __future__ import annotations
@@ -159,6 +160,20 @@ def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 150
 
 
+def test_the_picture_is_the_step_that_is_shown() -> None:
+    """It is drawn from the program that the README prints, and the README quotes its model."""
+    drawn = runpy.run_path(str(ROOT / "docs" / "reference" / "picture.py"))
+    file, now = drawn["FILE"], drawn["picture"]()
+    if UPDATES:
+        file.write_text(now, encoding="utf-8")
+    assert file.read_text("utf-8") == now, "run python docs/reference/picture.py"
+    source = " ".join((ROOT / "examples" / "blocks.py").read_text("utf-8").split())
+    text = README.read_text("utf-8")
+    assert f"]({file.relative_to(ROOT).as_posix()})" in text
+    for quoted in ("for block in self.blocks: x = block(x)", "F.cross_entropy(self.head(x), y)"):
+        assert quoted in source and quoted in text
+
+
 @pytest.mark.slow
 def test_the_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -193,6 +208,13 @@ def test_the_tutorial(
                 check(TUTORIAL, command, shown, done.stdout)
             num_run += 1
     assert num_run == 9
+
+
+def test_figures_in_the_prose_of_the_tutorial_are_those_that_it_shows() -> None:
+    text = TUTORIAL.read_text("utf-8")
+    shown = "\n".join(block.text for block in blocks(text)).replace(" ", "")
+    said = re.findall(r"\d[\d.]* MiB", without_blocks(text))
+    assert said and not [figure for figure in said if figure.replace(" ", "") not in shown]
 
 
 def test_code_in_the_docs_is_python() -> None:

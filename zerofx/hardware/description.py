@@ -163,6 +163,13 @@ class Hardware:
 
     Raises:
         PlanError: a field is unknown, missing or out of range; the message names it.
+
+    Example:
+        from zerofx.hardware import load_hardware
+
+        hardware = load_hardware("dgx-h100")  # a preset, or a file
+        slower = dataclasses.replace(hardware, network_bytes_per_s=25e9)
+        print(zerofx.predict("model.py:build", hardware=slower, world_size=16))
     """
 
     name: str = spec_field(_REQUIRED, text)

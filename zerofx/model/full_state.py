@@ -234,6 +234,10 @@ def iter_state_dict(model: CompiledModule, rank0_only: bool = False) -> Iterator
     Raises:
         DesyncError: a rank did something else before it had taken all items; names it and the
             bucket.
+
+    Example:
+        for name, value in zerofx.iter_state_dict(model):  # on all ranks
+            print(name, value.norm().item())
     """
     store = model._zerofx.engine.store
     is_for_us = not rank0_only or store.world.rank == 0

@@ -97,6 +97,12 @@ class CompiledModule(nn.Module):
     how forward runs, and extends methods that read or write parameters. All other names are the
     model's own. Everything else that zerofx adds is in `model.zerofx`. Its names are also available
     on the model (`model.programs`, `model.no_sync()`), unless the model already has that name.
+
+    Example:
+        model = zerofx.compile(MyModel(), zerofx.Plan(stage=3))
+        assert isinstance(model, MyModel) and isinstance(model, zerofx.CompiledModule)
+        model(x, y).backward()
+        print(model.zerofx.programs[0].schedule())
     """
 
     _zerofx: Namespace  # set even if the model has its own attribute `zerofx`

@@ -1,7 +1,5 @@
 """Optimizers over flat shards: torch.optim's signatures and states, stepping long flat runs.
 
-    optimizer = zerofx.optim.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
-
 The states of a parameter are views of flat tensors, as are parameters and gradients, so that a step
 runs a few kernels over whole buckets however many parameters there are. `state_dict()` has the form
 of the torch optimizer of the same name, so that either can load what the other saved.
@@ -10,6 +8,12 @@ Clipping (`max_grad_norm`) is part of the update: the norm over all groups and r
 first and is `optimizer.grad_norm` afterwards. The content of `p.grad` after a step is undefined. If
 gradients were clipped or unscaled, torch's fused kernels (on CPU) write the scaled gradients back,
 and Lamb's kernels on CUDA leave its directions there. Read gradients before the step.
+
+Example:
+    optimizer = zerofx.optim.AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0)
+    model(x, y).backward()
+    optimizer.step()
+    print(optimizer.grad_norm)
 """
 
 from __future__ import annotations

@@ -92,6 +92,10 @@ class Precision:
         passed on unchanged.
     loss_scale: required for fp16 compute: `"dynamic"`, a fixed factor, a LossScale, a dict of its
         fields, or `"external"` if `torch.amp.GradScaler` scales the loss.
+
+    Example:
+        precision = zerofx.Precision(compute="bf16", modules={"head": "fp32"})
+        plan = zerofx.Plan(precision=precision)
     """
 
     compute: str = spec_field("fp32", _dtype)
@@ -172,6 +176,10 @@ class Offload:
         model.parameters(), state_dict, load_state_dict, save, load, deepcopy and refresh() wait for
         pending updates; parameters obtained before may still be under update.
     device_fraction: the fraction of the optimizer states that stays on the device.
+
+    Example:
+        plan = zerofx.Plan(offload=zerofx.Offload(optimizer="cpu", parameters="cpu"))
+        assert plan == zerofx.Plan(offload={"optimizer": "cpu", "parameters": "cpu"})
     """
 
     parameters: str = spec_field("none", _tier)

@@ -122,6 +122,11 @@ class Plan:
     Raises:
         PlanError: a field is unknown, out of range, or contradicts another; the message names
             the field, its value, the allowed values, and the fix.
+
+    Example:
+        plan = zerofx.Plan(stage=3, activations="auto", memory_budget="40GiB")
+        Path("plan.yaml").write_text(plan.to_yaml())
+        assert zerofx.Plan.load("plan.yaml") == plan
     """
 
     stage: int = spec_field(3, one_of(0, 1, 2, 3))

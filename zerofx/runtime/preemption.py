@@ -17,13 +17,6 @@ from zerofx.errors import ArgumentError
 class Preemption:
     """Tells a training loop that the job has been asked to end, so that it can save and exit.
 
-        preemption = zerofx.Preemption(model)
-        for step in range(first, steps):
-            train(step)
-            if preemption.is_requested():
-                zerofx.save("run", model, optimizer, {"step": step}, step=step)
-                break
-
     torchrun forwards SIGTERM to its ranks when it is asked to end. SLURM and Kubernetes send it
     before they kill a job, and `kill` sends it by default. It reaches ranks at different times, but
     the loop ends at the same step on all of them. A second signal ends the process as usual.
@@ -33,6 +26,14 @@ class Preemption:
 
     Raises:
         ArgumentError: the model is not compiled, or this is not the main thread of the process.
+
+    Example:
+        preemption = zerofx.Preemption(model)
+        for step, batch in enumerate(loader, start=1):
+            train(batch)
+            if preemption.is_requested():
+                zerofx.save("run", model, optimizer, {"step": step}, step=step)
+                break
     """
 
     def __init__(

@@ -56,6 +56,11 @@ def export(
     Raises:
         SnapshotError: safetensors does not support a dtype, or the file system refuses.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        zerofx.export("weights", model)  # on all ranks
+        plain = MyModel()
+        plain.load_state_dict(safetensors.torch.load_file("weights/model.safetensors"))
     """
     check_call("zerofx.export(target, model)", target)
     if not isinstance(model, CompiledModule):

@@ -41,6 +41,11 @@ def full_optimizer_state_dict(
         ArgumentError: the arguments are not a compiled model and an optimizer.
         ShardError: the optimizer cannot step this model.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        state = zerofx.full_optimizer_state_dict(model, optimizer)  # on all ranks
+        if rank == 0:
+            torch.save(state, "optimizer.pt")
     """
     store = _checked("full_optimizer_state_dict(model, optimizer)", model, optimizer)
     world = store.world
@@ -66,6 +71,10 @@ def load_full_optimizer_state_dict(
         ArgumentError: the arguments are not a compiled model and an optimizer.
         SnapshotError: the state dict does not fit the optimizer's parameters; nothing is loaded.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        state = zerofx.full_optimizer_state_dict(model, optimizer)  # or one of plain PyTorch
+        zerofx.load_full_optimizer_state_dict(model, optimizer, state)  # on all ranks
     """
     store = _checked("load_full_optimizer_state_dict(model, optimizer, state)", model, optimizer)
     world, kind = store.world, type(optimizer).__name__

@@ -63,6 +63,11 @@ def load(
     Raises:
         SnapshotError: there is no undamaged snapshot of this model; names the file and the reason.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        zerofx.save("run", model, optimizer, {"step": 100})
+        extra = zerofx.load("run", model, optimizer)  # on all ranks, of any number
+        assert extra["step"] == 100
     """
     target.check_call("zerofx.load(folder, model, optimizer)", folder)
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
@@ -81,16 +86,17 @@ def resume(
 ) -> dict[str, Any] | None:
     """Load the newest undamaged snapshot, if there is one; return its `extra`, or else None.
 
-    A collective call, for the beginning of a script that may have been restarted:
-
-        extra = zerofx.resume("run", model, optimizer)
-        first = 0 if extra is None else extra["step"] + 1
+    A collective call, for the beginning of a script that may have been restarted.
 
     folder: as for `load`. If it has no snapshot or does not exist, nothing is changed.
 
     Raises:
         SnapshotError: there are snapshots, but all are damaged or of another model.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        extra = zerofx.resume("run", model, optimizer)  # on all ranks
+        first = 0 if extra is None else extra["step"] + 1
     """
     target.check_call("zerofx.resume(folder, model, optimizer)", folder)
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)

@@ -60,13 +60,6 @@ _MOST_RANKS = 1 << 16
 class Rescue:
     """Saves what this rank holds if the block ends with an error, such as the loss of a rank.
 
-        with zerofx.Rescue("run", model, optimizer) as rescue:
-            for step in range(first, steps):
-                ...
-                optimizer.step()
-                optimizer.zero_grad()
-                rescue.note(step + 1, {"step": step + 1})
-
     All ranks construct it. `zerofx.resume("run", model, optimizer)`, in the job that is started
     next, continues from the last noted step if the ranks that could write hold everything between
     them: with replicas, the other copies of what a lost rank held. Otherwise it continues from the
@@ -81,6 +74,12 @@ class Rescue:
     Raises:
         ArgumentError: the updates of this plan or optimizer end during the next step or on other
             ranks, so that a rank alone cannot save them.
+
+    Example:
+        with zerofx.Rescue("run", model, optimizer) as rescue:
+            for step, batch in enumerate(loader, start=1):
+                train(batch)
+                rescue.note(step, {"step": step})
     """
 
     def __init__(

@@ -63,6 +63,9 @@ def save(
         SnapshotError: a value cannot be saved, or the file system refuses; nothing is published.
             With `background`, the next save or load raises errors of writing.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        zerofx.save("run", model, optimizer, {"step": 100}, step=100, keep=3)  # on all ranks
     """
     target.check_call("zerofx.save(folder, model, optimizer)", folder)
     series.check_options(step, keep, copies)

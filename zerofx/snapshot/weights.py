@@ -79,6 +79,11 @@ def load_weights(
     Raises:
         SnapshotError: names or shapes differ, or a file is damaged; names file and tensor.
         DesyncError: a rank did not make this call; names it.
+
+    Example:
+        torch.save(MyModel().state_dict(), "model.pt")  # or a file that another job saved
+        keys = zerofx.load_weights(model, "model.pt")  # on all ranks
+        assert not keys.missing_keys
     """
     check_call("zerofx.load_weights(model, source)", source)
     if not isinstance(model, CompiledModule):

@@ -30,7 +30,15 @@ Numbers = dict[str, float | int | None]
 
 
 def meter(model: nn.Module, hardware: Hardware | str | os.PathLike[str] | None = None) -> Meter:
-    """Return a meter of a compiled model's steps; see `Meter`."""
+    """Return a meter of a compiled model's steps; see `Meter`.
+
+    Example:
+        meter = zerofx.meter(model)
+        for batch in loader:
+            train(batch)
+            numbers = meter.step(samples=len(batch))
+            print(numbers["seconds"], numbers["samples_per_s"])
+    """
     return Meter(model, hardware)
 
 

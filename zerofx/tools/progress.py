@@ -30,6 +30,12 @@ def progress(
 
     Raises:
         ArgumentError: the model is not compiled.
+
+    Example:
+        with zerofx.progress(model, total=len(loader)) as line:
+            for batch in loader:
+                loss = train(batch)
+                line.step(samples=len(batch), loss=loss)
     """
     return ProgressLine(Meter(model, hardware), total, console)
 

@@ -115,6 +115,12 @@ def search(
     Raises:
         PlanError: the hardware is unknown, the world is empty, the batch cannot be divided, or
             nothing fits; then the message has the missing bytes, and the nearest plan that fits.
+
+    Example:
+        plan = {"stage": 3, "precision": "bf16"}  # what stays as given
+        view = zerofx.search("model.py:build", hardware="dgx-h100", world_size=8, plan=plan)
+        print(view)
+        Path("plan.yaml").write_text(view.to_yaml())
     """
     whole(1)("world_size", world_size)
     described = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
