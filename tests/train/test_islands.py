@@ -518,6 +518,8 @@ def test_a_parameter_of_another_module_that_is_written_to_is_refused() -> None:
 class Matching:
     """DETR with its loss, which solves an assignment problem and reads embeddings directly."""
 
+    error = 2e-6
+
     def make(self) -> nn.Module:
         from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
         from transformers.image_transforms import center_to_corners_format
@@ -544,7 +546,14 @@ class Matching:
 
 
 class Dropping:
-    """A wav2vec2 that drops layers, with a CTC loss."""
+    """A wav2vec2 that drops layers, with a CTC loss, in float64.
+
+    Such a loss subtracts logarithms of likelihoods before it takes their exponentials: in float32
+    one unit in the last place of a parameter, which another order of a sum over ranks gives,
+    changes its gradients by some 2e-6 of the largest.
+    """
+
+    error = 1e-12
 
     def make(self) -> nn.Module:
         from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
@@ -556,11 +565,12 @@ class Dropping:
             num_conv_pos_embedding_groups=2, layerdrop=0.5, hidden_dropout=0.0,
             attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
             final_dropout=0.0, apply_spec_augment=False, ctc_loss_reduction="mean",
-        ))  # fmt: skip
+        )).double()  # fmt: skip
 
     def batch(self, draws: torch.Generator) -> dict[str, Any]:
         labels = torch.randint(1, 16, (2, 4), generator=draws)
-        return {"input_values": torch.randn(2, 800, generator=draws), "labels": labels}
+        values = torch.randn(2, 800, generator=draws, dtype=torch.float64)
+        return {"input_values": values, "labels": labels}
 
 
 def loss_of(model: nn.Module, given: dict[str, Any], seed: int) -> Tensor:
@@ -591,7 +601,7 @@ def of_others(kind: type[Matching] | type[Dropping], steps: int = 2) -> float:
             if grad is not None or mine is not None:
                 zeros = torch.zeros_like(plain.get_parameter(name))
                 mine, grad = (zeros if g is None else g for g in (mine, grad))
-                assert float((mine - grad).abs().max()) <= 2e-6 * scale, name
+                assert float((mine - grad).abs().max()) <= case.error * scale, name
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -602,7 +612,7 @@ def of_others(kind: type[Matching] | type[Dropping], steps: int = 2) -> float:
 
 @pytest.mark.parametrize("kind", [Matching, Dropping])
 def test_models_of_transformers_with_islands_on_two_ranks(pool: Pool, kind: Any) -> None:
-    assert max(pool.run(2, of_others, kind)) <= 1e-5
+    assert max(pool.run(2, of_others, kind)) <= 5 * kind.error
 
 
 # -- islands that a plan names ---------------------------------------------------------------------
