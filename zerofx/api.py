@@ -309,8 +309,9 @@ def make_layout(
     params = describe(model, units, computes, parts=parts)
     held = [param for name, param in params.items() if name not in ignored]
     described = with_master(held, plan.precision)
+    described = with_parts(described, plan.parallel)
     described = with_tiles(described, choose_tiles(described, plan, world_size))
-    described = with_positions(with_parts(described, plan.parallel), plan.parallel)
+    described = with_positions(described, plan.parallel)
     persist = plan.persist_below
     bucket = plan.bucket_bytes
     return plan_layout(

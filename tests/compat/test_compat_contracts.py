@@ -695,6 +695,20 @@ def copied_nodes() -> None:
         graphs.copied_node(made, found, lambda n: n)
 
 
+@contract("._used_names")
+def names_by_assignment() -> None:
+    """A name that a node was given by assignment is given again, unless it is reserved."""
+    graph = fx.Graph()
+    for is_reserved in (False, True):
+        node = graph.call_function(torch.add, ())
+        node.name = f"expand_{int(is_reserved)}"
+        if is_reserved:
+            graphs.reserve_names(graph)
+        again = graph.create_node("call_function", torch.add, (), name=node.name)
+        assert (again.name != node.name) is is_reserved
+        graph.erase_node(again)
+
+
 @contract("torch.utils._python_dispatch._disable_current_modes")
 def operators_that_no_mode_sees() -> None:
     with FlopCounterMode(display=False) as counter, tracing.without_dispatch_modes():

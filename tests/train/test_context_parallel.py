@@ -305,7 +305,6 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
             "tensor axis. Set tensor, or drop it",
         ),
         ({"parallel": {"context": 2}, "numerics": "fast"}, "does not support numerics = 'fast'"),
-        ({"parallel": {"context": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
     ],
 )
 def test_plans_that_are_refused(fields: dict[str, Any], said: str) -> None:

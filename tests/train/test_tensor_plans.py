@@ -147,6 +147,6 @@ def test_what_stays_gathered_lies_as_its_parameters() -> None:
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    for field in ({"tiling": {"head.weight": 2}}, {"cuda_graph": True}):
+    for field in ({"sparse_gradients": True}, {"cuda_graph": True}):
         with pytest.raises(PlanError, match=next(iter(field))):
             zerofx.Plan(parallel=PARALLEL, **field)

@@ -38,7 +38,11 @@ _DTYPES = [n for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)]
 _DTYPE = schema.one_of(_DTYPES)
 _INDEX = schema.integer(-1)
 _SHAPE = schema.sequence(_COUNT, most=64)
-_TILE = schema.row(_TEXT, _SHAPE, _COUNT, schema.integer(1))
+_CUT = schema.row(_COUNT, schema.integer(1), schema.integer(1))  # dim, groups, ranks
+_TILE = schema.either(
+    schema.row(_TEXT, _SHAPE, _COUNT, schema.integer(1)),
+    schema.row(_TEXT, _SHAPE, _COUNT, schema.integer(1), _CUT),
+)
 _TIER = schema.one_of(tier.value for tier in Tier)
 _BUCKET = schema.record(
     {
@@ -363,7 +367,10 @@ def read_sizes(said: dict[str, Any] | None) -> Sizes:
 
 
 def _tile(tile: Tile | None) -> list[Any] | None:
-    return None if tile is None else [tile.name, list(tile.shape), tile.index, tile.count]
+    if tile is None:
+        return None
+    cut = [] if tile.part is None else [[tile.part.cut.dim, tile.part.cut.groups, tile.part.ranks]]
+    return [tile.name, list(tile.shape), tile.index, tile.count, *cut]
 
 
 def layout_facts(layout: Layout) -> dict[str, Any]:

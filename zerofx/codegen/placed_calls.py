@@ -89,7 +89,7 @@ def render_placements(program: Planned) -> str:
         return placed
 
     check_placed(program, visit)
-    cut = {p.owner: p.part for b in program.layout.buckets for p in b.params if p.part}
+    cut = {p.name: p.part for b in program.layout.buckets for p in b.params if p.part}
     parts = [f"{json.dumps(n)}: {json.dumps([p.shape, str(p.cut)])}" for n, p in cut.items()]
     wires = [json.dumps(_wired(w.lies)) for w in program.stage.wires]
     return (
@@ -226,7 +226,7 @@ class Placements:
     def of_layout(self, layout: Layout) -> Layout:
         """Return the layout with the cuts of the parameters in its buckets."""
         buckets = (
-            replace(b, params=tuple(replace(p, part=self.parts.get(p.owner)) for p in b.params))
+            replace(b, params=tuple(replace(p, part=self.parts.get(p.name)) for p in b.params))
             for b in layout.buckets
         )
         return replace(layout, buckets=tuple(buckets))

@@ -66,6 +66,17 @@ def copied_node(
     return made
 
 
+def reserve_names(graph: torch.fx.Graph) -> None:
+    """Let later nodes of a graph have none of the names that its nodes were given by assignment.
+
+    A graph counts only the names that it has made itself.
+    """
+    names = graph._graph_namespace
+    for node in graph.nodes:
+        if node.name not in names._used_names:
+            names.create_name(node.name, None)
+
+
 def op_argument(node: torch.fx.Node, name: str) -> Any:
     """Return the value that an ATen node passes for a schema argument, or None if there is none."""
     for i, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]

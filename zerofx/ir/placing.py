@@ -191,7 +191,8 @@ _POINT = {
     _aten.gelu.default, _aten.gelu_backward.default, _aten.relu.default,
     _aten.threshold_backward.default, _aten.abs.default, _aten.sgn.default, _aten.erf.default,
     _aten.maximum.default, _aten.minimum.default, _aten.clamp.default, _aten.clamp_min.default,
-    _aten.where.self, _aten.masked_fill.Scalar, _aten.eq.Tensor, _aten.eq.Scalar,
+    _aten.where.self, _aten.where.ScalarOther, _aten.remainder.Scalar, _aten.floor_divide.default,
+    _aten.masked_fill.Scalar, _aten.eq.Tensor, _aten.eq.Scalar,
     _aten.ne.Tensor, _aten.ne.Scalar, _aten.le.Tensor, _aten.le.Scalar, _aten.lt.Tensor,
     _aten.lt.Scalar, _aten.ge.Tensor, _aten.ge.Scalar, _aten.gt.Tensor, _aten.gt.Scalar,
     _aten.bitwise_and.Tensor, _aten.bitwise_or.Tensor, _aten.bitwise_not.default,
@@ -210,6 +211,8 @@ def _point(call: WholeCall) -> Iterator[Way]:
     is_linear = call.target in _LINEAR or (call.target in _SUMS and count == 2)
     if is_linear or (call.target in _SCALED and count == 1 and call.args[0] == Hole(0)):
         yield Way((P,) * count, P)
+    if call.target is _aten.where.self and count == 3:
+        yield Way((R, P, P), P)  # a choice between sums is the sum of the choices
     for number in range(count if call.target in _SCALED and count == 2 else 0):
         factor = call.target is _aten.mul.Tensor or number == 0
         if factor and call.operands[number].shape == shape:
@@ -479,11 +482,19 @@ def _groups(operand: Operand, dim: int) -> int:
 
 @rule_for(_aten.addmm.default)
 def _addmm(call: WholeCall) -> Iterator[Way]:
-    """The bias is whole or cut with the columns; place splits it off for partial sums."""
+    """The bias is whole or cut with the columns; place splits it off for partial sums.
+
+    A sum that products are added to is placed like the products.
+    """
     bias, a, b = call.operands
+    if bias.now == P:
+        yield Way((P, R, P), P)
+        yield Way((P, P, R), P)
+        for groups in {_groups(a, 1), _groups(b, 0), 1}:
+            yield Way((P, Cut(1, groups), Cut(0, groups)), P)
     for groups in {_groups(a, 0), 1}:
-        if bias.dim == 1:
-            yield Way((R, Cut(0, groups), R), Cut(0, groups))
+        whole = bias.dim == 1 or bias.shape[0] == 1
+        yield Way((R if whole else Cut(0, groups), Cut(0, groups), R), Cut(0, groups))
     for groups in {_groups(b, 1), 1}:
         yield Way((Cut(bias.dim - 1, groups), R, Cut(1, groups)), Cut(1, groups))
 

@@ -32,6 +32,7 @@ LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
 class ParamSlice:
     """One parameter, or one tile of a tiled one, inside a bucket.
 
+    part: the cut over the tensor axis of the parameter, or of the tile.
     Shapes: `shape` is the full shape of the parameter, or the shape of this rank's part if it is
     cut over the tensor axis; `offset` and `numel` count elements of the bucket.
     """
@@ -50,9 +51,14 @@ class ParamSlice:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter that the user sees."""
-        if self.part is not None:
-            return self.part.shape
-        return self.shape if self.tile is None else self.tile.shape
+        if self.tile is not None:
+            return self.tile.shape
+        return self.shape if self.part is None else self.part.shape
+
+    @property
+    def owner_part(self) -> Part | None:
+        """The cut over the tensor axis of the parameter that the user sees."""
+        return self.part if self.tile is None else self.tile.part
 
     @property
     def numel(self) -> int:

@@ -3,6 +3,10 @@
 A tiled parameter is cut into `count` tiles with equal numbers of rows, and every tile has its own
 bucket. A rank owns an equal range of each tile. These ranges are consecutive in one allocation, so
 that a rank's share of the parameter is still one contiguous 1-D tensor.
+
+If the parameter is cut over the tensor axis, a rank's part of it is what is tiled: a tile has
+consecutive rows of the part of each rank. If the axis cuts rows, these are not consecutive in the
+whole parameter, whose rows are then viewed as [groups, ranks, tiles of a group, rows of a tile].
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerofx.layout.placements import Cut, Part
+
 Range = tuple[int, int]  # half-open, of elements of a flat parameter
 
 
@@ -19,6 +25,7 @@ Range = tuple[int, int]  # half-open, of elements of a flat parameter
 class Tile:
     """The rows of a parameter that a bucket holds: tile `index` of `count` equal tiles.
 
+    part: the cut of the whole parameter over the tensor axis, if any.
     Shapes: `shape` is the shape of the whole parameter, and `name` is its name.
     """
 
@@ -26,15 +33,46 @@ class Tile:
     shape: tuple[int, ...]
     index: int
     count: int
+    part: Part | None = None
 
     @property
-    def num_rows(self) -> int:
-        return self.shape[0] // self.count
+    def local(self) -> tuple[int, ...]:
+        """The shape of the tile on one rank."""
+        held = self.shape if self.part is None else self.part.local
+        return (held[0] // self.count, *held[1:])
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of the tile on all ranks of the tensor axis together."""
+        return (self.shape[0] // self.count, *self.shape[1:])
 
     @property
     def rows(self) -> Range:
-        """The half-open range of rows."""
-        return self.index * self.num_rows, (self.index + 1) * self.num_rows
+        """The half-open range of rows, of those that a rank has."""
+        num_rows = self.local[0]
+        return self.index * num_rows, (self.index + 1) * num_rows
+
+    @property
+    def split(self) -> Split:
+        """How rows of the whole parameter belong to tiles."""
+        if self.part is None or self.part.cut.dim != 0:
+            return Split(1, 1, self.count)
+        groups = self.part.cut.groups
+        return Split(groups, self.part.ranks, self.count // groups)
+
+    @property
+    def own_part(self) -> Part | None:
+        """The cut of the tile over the tensor axis; its rows are of one group."""
+        if self.part is None:
+            return None
+        cut = Cut(0) if self.part.cut.dim == 0 else self.part.cut
+        return Part(self.whole, cut, self.part.ranks)
+
+    def within(self, whole: Tensor) -> Tensor:
+        """Return the tile's rows of a whole parameter, as a view [ranks, rows of a tile, ...]."""
+        split = self.split
+        group, tile = divmod(self.index, split.tiles)
+        return whole.unflatten(0, (split.groups, split.ranks, split.tiles, -1))[group, :, tile]
 
     @property
     def part_name(self) -> str:
@@ -48,9 +86,23 @@ class Tile:
         return f"{self.name} tile {self.index + 1}/{self.count}"
 
 
-def tiles_of(name: str, shape: tuple[int, ...], count: int) -> list[Tile]:
+@dataclass(frozen=True)
+class Split:
+    """A dimension whose indices belong to tiles: [groups, ranks, tiles of a group, rest]."""
+
+    groups: int
+    ranks: int
+    tiles: int
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the tiles are consecutive ranges."""
+        return self.ranks == 1 or self.tiles == 1
+
+
+def tiles_of(name: str, shape: tuple[int, ...], count: int, part: Part | None = None) -> list[Tile]:
     """Return the tiles of a parameter, in order."""
-    return [Tile(name, shape, index, count) for index in range(count)]
+    return [Tile(name, shape, index, count, part) for index in range(count)]
 
 
 def cut(full: Tensor, ranges: tuple[Range, ...]) -> Tensor:

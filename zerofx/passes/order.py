@@ -82,14 +82,15 @@ PREPARE: list[Make] = [
     # before merge-tied, after which the reference is taken: later graphs are proved against that
     # graph
     lambda s: Fuse(patterns=_patterns(s)),
-    # before merge-tied for the same reason: a sum over tiles rounds differently
-    lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
-    # the same holds for a bias that is added after a sum over ranks
+    # before merge-tied for the same reason: a bias is added after a sum over ranks
     lambda s: OpenProducts(parallel=s.plan.parallel),
     # and for losses, which are of all positions and all classes
     lambda s: OpenLosses(parallel=s.plan.parallel),
     # and for attention around a ring, which sums its blocks one by one
     lambda s: OpenAttention(parallel=s.plan.parallel),
+    # after those, which look for the products of whole weights. Before merge-tied for the same
+    # reason: a sum over tiles rounds differently
+    lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
     # after the reference, which is of whole values; before anything counts what a rank holds

@@ -28,7 +28,7 @@ import torch
 from torch import fx
 
 from zerofx import ops
-from zerofx.compat.graphs import LazyGraphModule, copied_node
+from zerofx.compat.graphs import LazyGraphModule, copied_node, reserve_names
 from zerofx.ir.graphs import call, is_alias
 from zerofx.ir.meta import (
     Hole,
@@ -100,7 +100,7 @@ def with_styles_of(layout: Layout, params: Mapping[str, ParamInfo]) -> dict[str,
     """
     if layout.mesh.along("tensor") == 1:
         return dict(params)
-    parts = {piece.owner: piece.part for b in layout.buckets for piece in b.params}
+    parts = {piece.owner: piece.owner_part for b in layout.buckets for piece in b.params}
     return {name: _in_style_of(parts.get(name), param) for name, param in params.items()}
 
 
@@ -116,6 +116,9 @@ def _in_style_of(part: Part | None, param: ParamInfo) -> ParamInfo:
 
 
 def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
+    if param.tile is not None:  # cut like the parameter that it is a tile of
+        own = param.tile.own_part
+        return param if own is None else replace(param, shape=own.local, part=own)
     style = param.style
     if parallel.experts and param.is_stack and param.shape[0] % parallel.tensor == 0:
         style = EXPERTS
@@ -556,6 +559,7 @@ class Placing:
             is_call = node.op in ("call_function", "get_attr")
             if is_call and not node.users and not node.is_impure():
                 self.graph.erase_node(node)
+        reserve_names(self.graph)
         return self.graph
 
     # -- inputs -----------------------------------------------------------------------------

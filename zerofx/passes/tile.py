@@ -15,10 +15,12 @@ from zerofx.errors import PlanError
 from zerofx.ir.graphs import fake_value, is_alias, set_results, value_of
 from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import JOINT, ParamInfo, Planned
+from zerofx.layout import tiles as layout_tiles
 from zerofx.layout.buckets import Layout
-from zerofx.layout.tiles import tiles_of
+from zerofx.layout.tiles import Split
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.tiling import choose_tiles, describe, tile_info, with_tiles
+from zerofx.passes.place import with_parts
+from zerofx.passes.tiling import choose_tiles, describe, tile_info, tiles_of_param, with_tiles
 from zerofx.plan.plan import Plan
 
 
@@ -27,11 +29,12 @@ class Tile(Pass):
     """Replace a weight by tiles of its rows, and each product with it by one product per tile.
 
     y = x W^T + b becomes cat_i(x W_i^T + b_i), and dx = dy W becomes sum_i dy_i W_i; the gradient
-    of W_i is dy_i^T x. To all later passes each tile is a separate parameter with its own gather,
-    release and reduction. With k tiles, the memory gathered at a time falls to 1/k. To the user the
-    weight remains one parameter. A sum over tiles rounds differently from a single product. Like
-    fuse, this pass therefore runs before the reference is taken, against which later passes are
-    proved.
+    of W_i is dy_i^T x. If the tensor axis cuts W, each rank's part of it is tiled: the rows of a
+    tile are those of all ranks' parts, and the pass `place` cuts them like W. To all later passes
+    each tile is a separate parameter with its own gather, release and reduction. With k tiles, the
+    memory gathered at a time falls to 1/k. To the user the weight remains one parameter. A sum over
+    tiles rounds differently from a single product. Like fuse, this pass therefore runs before the
+    reference is taken, against which later passes are proved.
 
     Under "auto", if something other than a linear or an embedding layer reads a weight, the weight
     is assembled from its tiles for that reader. Under a pattern this is an error.
@@ -52,16 +55,22 @@ class Tile(Pass):
     layout: Layout | None = None
 
     def run(self, program: Planned) -> Report:
-        params = list(program.params.values())
+        held = {p.name: p for p in with_parts(program.params.values(), self.plan.parallel)}
         counts = (
             self.layout.tiles
             if self.layout is not None
-            else choose_tiles(params, self.plan, self.world_size)
+            else choose_tiles(held.values(), self.plan, self.world_size)
         )
-        for name, count in counts.items():
-            _tile(program, program.params[name], count, is_asked_for=self.plan.tiling != "auto")
-        program.params = {p.name: p for p in with_tiles(params, counts)}
-        summary = describe(program.params.values(), self.plan, self.world_size)
+        params: dict[str, ParamInfo] = {}
+        for name, param in program.params.items():
+            tiles = tiles_of_param(held[name], counts.get(name, 0))
+            if tiles:
+                _tile(program, param, tiles, is_asked_for=self.plan.tiling != "auto")
+            made = [tile_info(param, tile) for tile in tiles] or [param]
+            params |= {p.name: p for p in made}
+        program.params = params
+        tiled = with_tiles(held.values(), counts)
+        summary = describe(tiled, self.plan, self.world_size)
         return Report(bool(counts), summary)
 
     def options(self) -> dict[str, object]:
@@ -69,18 +78,22 @@ class Tile(Pass):
         return {"tiling": tiling if isinstance(tiling, str) else dict(tiling)}
 
 
-def _tile(program: Planned, param: ParamInfo, count: int, is_asked_for: bool) -> None:
+def _tile(
+    program: Planned, param: ParamInfo, tiles: Sequence[layout_tiles.Tile], is_asked_for: bool
+) -> None:
     """Replace one parameter in every graph, and its gradient in the results."""
-    infos = [tile_info(param, tile) for tile in tiles_of(param.name, param.shape, count)]
+    infos = [tile_info(param, tile) for tile in tiles]
     for name in program.graphs:
         weights = [w for w in program.placeholders(name, Role.PARAM) if info(w).name == param.name]
         for weight in weights:
-            tiled = TiledWeight(weight, _placeholders(weight, infos), _gradient(program, param))
+            tiled = TiledWeight(
+                weight, _placeholders(weight, infos), _gradient(program, param), tiles[0].split
+            )
             try:
                 tiled.find()
             except NotTiled as error:
                 if is_asked_for:
-                    raise _refusal(param, count, error) from None
+                    raise _refusal(param, len(tiles), error) from None
                 gradients = tiled.join()
             else:
                 gradients = tiled.rewrite()
@@ -135,10 +148,11 @@ def _refusal(param: ParamInfo, count: int, error: NotTiled) -> PlanError:
 
 
 # -- The operators of linear and embedding layers, forward and backward, executed tile by tile -----
-# W [rows, cols] comes as k tiles W_i [rows / k, cols]. Each class represents one node of the graph:
-# `begin` prepares what all tiles share, `tile` adds the nodes of one tile, and `end` assembles the
-# result. Shared nodes are created outside of the tiles, so that the tiles are identical and
-# compiled once.
+# W [rows, cols] comes as k tiles W_i [rows / k, cols]. If the tensor axis cuts rows, the rows are
+# viewed as [groups, ranks, tiles of a group, rest], and a tile has the rest on all ranks. Each
+# class represents one node of the graph: `begin` prepares what all tiles share, `tile` adds the
+# nodes of one tile, and `end` assembles the result. Shared nodes are created outside of the tiles,
+# so that the tiles are identical and compiled once.
 
 
 # -- One weight of a graph as tiles of its rows: its readers and gradient, and their rewrite -------
@@ -171,10 +185,13 @@ def unflipped(node: fx.Node) -> tuple[fx.Node, bool]:
 
 
 class Builder:
-    """A builder that adds nodes to a graph in front of one of its nodes."""
+    """A builder that adds nodes to a graph in front of one of its nodes.
 
-    def __init__(self, point: fx.Node, count: int) -> None:
-        self._point, self.count = point, count
+    split: how a dimension that counts rows of the weight belongs to its tiles.
+    """
+
+    def __init__(self, point: fx.Node, count: int, split: Split) -> None:
+        self._point, self.count, self.split = point, count, split
         self._parts: dict[tuple[fx.Node, int], list[fx.Node]] = {}
 
     def call(
@@ -193,14 +210,55 @@ class Builder:
         return node
 
     def parts(self, node: fx.Node, dim: int, like: fx.Node) -> list[fx.Node]:
-        """Return views of a tensor's equal parts along `dim`, one per tile."""
+        """Return a tensor's equal parts along `dim`, one per tile."""
         made = self._parts.get((node, dim))
         if made is None:
-            size = value(node).shape[dim] // self.count
-            bounds = [(i * size, (i + 1) * size) for i in range(self.count)]
-            made = [self.call(aten.slice.Tensor, (node, dim, *b), like) for b in bounds]
+            if self.split.is_plain:
+                size = value(node).shape[dim] // self.count
+                made = [self._slice(node, dim, i * size, size, like) for i in range(self.count)]
+            else:
+                made = self._rows_of_ranks(node, dim % value(node).dim(), like)
             self._parts[node, dim] = made
         return made
+
+    def _rows_of_ranks(self, node: fx.Node, dim: int, like: fx.Node) -> list[fx.Node]:
+        """Return the rows of each tile, of the parts of all ranks."""
+        shape, split = list(value(node).shape), self.split
+        rest = shape[dim] // (split.ranks * self.count)
+        rows = (split.groups, split.ranks, split.tiles, rest)
+        folded = self.call(aten.view.default, (node, _at(shape, dim, *rows)), like)
+        flat, made = _at(shape, dim, split.ranks * rest), []
+        for i in range(self.count):
+            group, tile = divmod(i, split.tiles)
+            found = self._slice(folded, dim, group, 1, like)
+            found = self._slice(found, dim + 2, tile, 1, like)
+            made.append(self.call(aten.reshape.default, (found, flat), like))
+        return made
+
+    def _slice(self, node: fx.Node, dim: int, start: int, size: int, like: fx.Node) -> fx.Node:
+        return self.call(aten.slice.Tensor, (node, dim, start, start + size), like)
+
+    def join(self, parts: Sequence[fx.Node], dim: int, like: fx.Node) -> fx.Node:
+        """Return the tensor whose equal parts along `dim` are given, one per tile."""
+        split = self.split
+        if split.is_plain:
+            return self.call(aten.cat.default, ([*parts], dim), like)
+        shape = list(value(parts[0]).shape)
+        size = shape[dim] // split.ranks
+        by_rank = _at(shape, dim, split.ranks, 1, size)
+        folded = [self.call(aten.view.default, (part, by_rank), like) for part in parts]
+        found = self.call(aten.cat.default, (folded, dim + 1), like)
+        if split.groups > 1:
+            rows = (split.ranks, split.groups, split.tiles, size)
+            found = self.call(aten.view.default, (found, _at(shape, dim, *rows)), like)
+            found = self.call(aten.transpose.int, (found, dim, dim + 1), like)
+        flat = _at(shape, dim, shape[dim] * self.count)
+        return self.call(aten.reshape.default, (found, flat), like)
+
+
+def _at(shape: Sequence[int], dim: int, *sizes: int) -> list[int]:
+    """Return a shape with other sizes in place of that of one dimension."""
+    return [*shape[:dim], *sizes, *shape[dim + 1 :]]
 
 
 @dataclass
@@ -266,7 +324,7 @@ class Features(TiledOp):
 
     def end(self, builder: Builder) -> fx.Node:
         parts = [part for _, part in sorted(self.parts.items())]
-        return builder.call(aten.cat.default, (parts, 1), self.node)
+        return builder.join(parts, 1, self.node)
 
 
 class Sum(TiledOp):
@@ -324,7 +382,10 @@ class Gradient(TiledOp):
 
 
 class _Rows(TiledOp):
-    """The shared part of lookups: which indices fall into each tile, and at which row of it."""
+    """The shared part of lookups: which indices fall into each tile, and at which row of it.
+
+    The rows of an embedding are one group.
+    """
 
     def _find(self, builder: Builder, indices: fx.Node) -> None:
         """Add, for each tile, (indices within the tile, mask of the indices that are its own).
@@ -332,19 +393,37 @@ class _Rows(TiledOp):
         An index outside of the weight stays out of range in the first or the last tile, and raises
         there.
         """
-        num_rows = value(self.tiles[0]).shape[0]
+        num_rows = value(self.tiles[0]).shape[0] // builder.split.ranks
         last = len(self.tiles) - 1
         self.where: list[tuple[fx.Node, fx.Node]] = []
+        of_part, start = (
+            indices,
+            None,
+        )  # the row of a rank's part; the first of that rank's in a tile
+        if builder.split.ranks > 1:
+            rows = num_rows * len(self.tiles)
+            of_part = builder.call(aten.remainder.Scalar, (indices, rows), self.node)
+            rank = builder.call(aten.floor_divide.default, (indices, rows), self.node)
+            start = builder.call(aten.mul.Tensor, (rank, num_rows), self.node)
         for i in range(last + 1):
             tests = [] if i == 0 else [(aten.ge.Scalar, i * num_rows)]
             tests += [] if i == last else [(aten.lt.Scalar, (i + 1) * num_rows)]
-            held = [builder.call(test, (indices, bound), self.node) for test, bound in tests]
+            held = [builder.call(test, (of_part, bound), self.node) for test, bound in tests]
             mine = held[0]
             if len(held) == 2:
                 mine = builder.call(aten.bitwise_and.Tensor, (held[0], held[1]), self.node)
-            inside = builder.call(aten.sub.Tensor, (indices, i * num_rows), self.node)
+            inside = builder.call(aten.sub.Tensor, (of_part, i * num_rows), self.node)
+            if start is not None:
+                inside = builder.call(aten.add.Tensor, (inside, start), self.node)
             inside = builder.call(aten.where.ScalarOther, (mine, inside, 0), self.node)
             self.where.append((inside, builder.call(aten.unsqueeze.default, (mine, -1), self.node)))
+
+    def _row(self, builder: Builder, index: int, i: int) -> int:
+        """Return the row of tile i at which a constant index is, or -1 if it is in another tile."""
+        num_rows = value(self.tiles[0]).shape[0] // builder.split.ranks
+        rank, row = divmod(index, num_rows * len(self.tiles))
+        row -= i * num_rows
+        return rank * num_rows + row if index >= 0 and 0 <= row < num_rows else -1
 
 
 class Lookup(_Rows):
@@ -380,9 +459,8 @@ class LookupGradient(_Rows):
         inside, mine = self.where[i]
         grad, _, _, padding, by_frequency = args(self.node)
         num_rows = value(self.tiles[0]).shape[0]
-        is_padded = i * num_rows <= padding < (i + 1) * num_rows
         own = builder.call(aten.where.ScalarOther, (mine, grad, 0.0), self.node, self.part(i))
-        taken = (own, inside, num_rows, padding - i * num_rows if is_padded else -1, by_frequency)
+        taken = (own, inside, num_rows, self._row(builder, padding, i), by_frequency)
         self.made[i] = builder.call(self.node.target, taken, self.node, self.part(i))
 
 
@@ -403,8 +481,10 @@ class TiledWeight:
         into the gradient.
     """
 
-    def __init__(self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None) -> None:
-        self.weight, self.tiles, self.gradient = weight, tiles, gradient
+    def __init__(
+        self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None, split: Split
+    ) -> None:
+        self.weight, self.tiles, self.gradient, self.split = weight, tiles, gradient, split
         self.ops: list[TiledOp] = []
         self.forms: dict[fx.Node, tuple[fx.Node, ...]] = {weight: ()}
         self.inner: list[fx.Node] = []
@@ -427,7 +507,7 @@ class TiledWeight:
                 self.forms[user] = (*self.forms[node], user)
                 self._find_reads(user, is_flipped ^ is_flip(user))
             else:
-                kind = _kind_of_read(user, node, is_flipped)
+                kind = _kind_of_read(user, node, is_flipped, self.split.groups)
                 self.ops.append(kind(user, self.tiles, self.forms[node]))
 
     def _find_products(self, node: fx.Node, is_flipped: bool) -> None:
@@ -438,7 +518,11 @@ class TiledWeight:
             product = Gradient(node, self.tiles)
             product.is_flipped = is_flipped
             self.ops.append(product)
-        elif node.target is aten.embedding_dense_backward.default and not args(node)[4]:
+        elif (
+            node.target is aten.embedding_dense_backward.default
+            and not args(node)[4]
+            and self.split.groups == 1
+        ):
             self.ops.append(LookupGradient(node, self.tiles))
         elif is_flip(node) or _is_same(node):
             self._find_products(args(node)[0], is_flipped ^ is_flip(node))
@@ -461,7 +545,7 @@ class TiledWeight:
         order = list(range(len(self.tiles)))
         for group in self._together():
             together = sorted(group, key=lambda op: op.makes_gradient)
-            builder = Builder(min(op.node for op in together), len(self.tiles))
+            builder = Builder(min(op.node for op in together), len(self.tiles), self.split)
             is_backward = info(together[0].node).phase is Phase.BACKWARD
             for op in together:
                 op.begin(builder)
@@ -499,7 +583,7 @@ class TiledWeight:
         """Add tile i's sum, transpose or cast of the gradient, after the nodes it reads."""
         taken = tuple(self._made[a][i] if a in self._made else a for a in args(node))
         last = max(a for a in taken if isinstance(a, fx.Node))
-        builder = Builder(last.next, len(self.tiles))
+        builder = Builder(last.next, len(self.tiles), self.split)
         return builder.call(node.target, taken, last, info(last).tile, **node.kwargs)
 
     def erase(self) -> None:
@@ -527,19 +611,21 @@ class TiledWeight:
                     reader.replace_input_with(form, self._whole(form, reader, known))
         if self.gradient is None:
             return [None for _ in self.tiles]
-        parts: list[Any] = Builder(self.gradient.next, len(self.tiles)).parts(
-            self.gradient, 0, self.gradient
-        )
-        for part in parts:
-            set_info(part, phase=Phase.BACKWARD)
+        after = self.gradient.next
+        builder = Builder(after, len(self.tiles), self.split)
+        parts: list[Any] = builder.parts(self.gradient, 0, self.gradient)
+        made = self.gradient.next
+        while made is not after:
+            set_info(made, phase=Phase.BACKWARD)
+            made = made.next
         return parts
 
     def _whole(self, form: fx.Node, reader: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
         """Return a form of the weight before its reader; `known` holds the forms of its phase."""
         if form not in known:
-            builder = Builder(reader, len(self.tiles))
+            builder = Builder(reader, len(self.tiles), self.split)
             if form is self.weight:
-                known[form] = builder.call(aten.cat.default, ([*self.tiles], 0), reader)
+                known[form] = builder.join(self.tiles, 0, reader)
             else:
                 taken = tuple(
                     self._whole(a, reader, known) if a in self.forms else a for a in args(form)
@@ -549,7 +635,7 @@ class TiledWeight:
         return known[form]
 
 
-def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[TiledOp]:
+def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool, groups: int) -> type[TiledOp]:
     """Return the class that executes a reader of the weight tile by tile."""
     taken = args(user)
     reads = [a for a in user.all_input_nodes if a is weight]
@@ -557,7 +643,7 @@ def _kind_of_read(user: fx.Node, weight: fx.Node, is_flipped: bool) -> type[Tile
     if is_product and taken[-1] is weight and weight not in taken[:-1]:
         return Features if is_flipped else Sum
     is_lookup = user.target is aten.embedding.default and taken[0] is weight and len(reads) == 1
-    if is_lookup and not is_flipped and not any(taken[3:]):  # by frequency, sparse
+    if is_lookup and not is_flipped and not any(taken[3:]) and groups == 1:  # by frequency, sparse
         return Lookup
     raise NotTiled(user)
 

@@ -27,6 +27,8 @@ def choose_tiles(params: Iterable[ParamInfo], plan: Plan, world_size: int) -> di
 
     Parameters whose tiling saves no memory stay whole: see `gains`.
 
+    params: each as a rank holds it, so that a part of one is what is tiled.
+
     Raises:
         PlanError: a pattern matches no weight of a layer, or a parameter cannot be cut into the
             requested number of tiles; the message gives the parameter, both numbers and the nearest
@@ -66,19 +68,29 @@ def _is_away(param: ParamInfo, plan: Plan) -> bool:
 
 
 def with_tiles(params: Iterable[ParamInfo], counts: Mapping[str, int]) -> list[ParamInfo]:
-    """Return the parameters with each tiled one replaced by its tiles."""
+    """Return the parameters, each as a rank holds it, with each tiled one replaced by its tiles."""
     found: list[ParamInfo] = []
     for p in params:
-        found += [tile_info(p, tile) for tile in tiles_of(p.name, p.shape, counts.get(p.name, 0))]
+        found += [
+            replace(tile_info(p, tile), shape=tile.local, part=tile.own_part)
+            for tile in tiles_of_param(p, counts.get(p.name, 0))
+        ]
         if p.name not in counts:
             found.append(p)
     return found
 
 
+def tiles_of_param(param: ParamInfo, count: int) -> list[Tile]:
+    """Return the tiles of a parameter, which is described as a rank holds it."""
+    whole = param.shape if param.part is None else param.part.shape
+    return tiles_of(param.name, whole, count, param.part)
+
+
 def tile_info(param: ParamInfo, tile: Tile) -> ParamInfo:
-    """Return a tile as a parameter of its own, alone in its unit."""
-    shape = (tile.num_rows, *param.shape[1:])
-    return replace(param, name=tile.part_name, shape=shape, unit=tile.unit, tile=tile)
+    """Return a tile as a parameter of its own, alone in its unit, and whole on every rank."""
+    return replace(
+        param, name=tile.part_name, shape=tile.whole, unit=tile.unit, tile=tile, part=None
+    )
 
 
 # -- by name ------------------------------------------------------------------------------------
@@ -118,11 +130,21 @@ def _check(param: ParamInfo, count: int, shard_size: int) -> None:
     if possible:
         best = min(possible, key=lambda k: (abs(k - count), k))
         way_out = f"The nearest valid number is {best}."
+    cut = param.part
+    of = (
+        f"{list(param.shape)}" if cut is None else f"{list(cut.shape)} ({list(cut.local)} per rank)"
+    )
+    groups = f" of one of its {cut.cut.groups} groups" if _num_groups(param) > 1 and cut else ""
     raise PlanError(
-        f"Plan.tiling cuts {param.name} {list(param.shape)} into {count} tiles, but a tile must "
-        f"have whole rows and a multiple of {step} elements ({shard_size} ranks, each aligned to "
+        f"Plan.tiling cuts {param.name} {of} into {count} tiles, but a tile must have whole "
+        f"rows{groups} and a multiple of {step} elements ({shard_size} ranks, each aligned to "
         f"{_align(param)}). {way_out}"
     )
+
+
+def _num_groups(param: ParamInfo) -> int:
+    """Return the number of groups of rows that the tensor axis cuts one by one."""
+    return param.part.cut.groups if param.part is not None and param.part.cut.dim == 0 else 1
 
 
 def _align(param: ParamInfo) -> int:
@@ -133,7 +155,8 @@ def _align(param: ParamInfo) -> int:
 def _is_cut_evenly(param: ParamInfo, count: int, shard_size: int) -> bool:
     rows = param.shape[0]
     numel = math.prod(param.shape)
-    return rows % count == 0 and numel // count % (shard_size * _align(param)) == 0
+    is_of_groups = count % _num_groups(param) == 0
+    return is_of_groups and rows % count == 0 and numel // count % (shard_size * _align(param)) == 0
 
 
 def _possible(param: ParamInfo, shard_size: int) -> Iterator[int]:

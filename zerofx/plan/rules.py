@@ -207,7 +207,9 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
     axes = plan.parallel.axes
     refused = {
         next(iter(axes)): {
-            "tiling": plan.tiling != "off",
+            "tiling of the slices that a model brings": (
+                plan.tiling != "off" and plan.parallel.brings_slices
+            ),
             "cuda_graph": plan.cuda_graph,
             "sparse_gradients": plan.sparse_gradients,
         }
@@ -217,6 +219,7 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
         refused["context"] = refused.get("context", {}) | fast
     if "pipeline" in axes:
         refused["pipeline"] |= {
+            "tiling": plan.tiling != "off",
             "offload of activations": (
                 plan.offload.activations != "none" or bool(_offloaded_patterns(plan))
             ),

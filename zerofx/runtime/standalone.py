@@ -19,6 +19,7 @@ from torch import Tensor
 from zerofx.comm.collectives import DONE, Axis, Work
 from zerofx.comm.world import World
 from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE, Bucket, Layout, Mesh, ParamSlice
+from zerofx.layout.placements import Cut, Part
 from zerofx.layout.tiers import Tier
 from zerofx.layout.tiles import Tile
 from zerofx.runtime.engine import Engine
@@ -185,8 +186,12 @@ def _slice_from_facts(facts: list[Any]) -> ParamSlice:
     name, shape, offset, tile = facts
     if tile is None:
         return ParamSlice(name, tuple(shape), offset)
-    whole, whole_shape, index, count = tile
-    return ParamSlice(name, tuple(shape), offset, Tile(whole, tuple(whole_shape), index, count))
+    whole, whole_shape, index, count, *cuts = tile
+    part = None
+    for dim, groups, ranks in cuts:
+        part = Part(tuple(whole_shape), Cut(dim, groups), ranks)
+    made = Tile(whole, tuple(whole_shape), index, count, part)
+    return ParamSlice(name, tuple(shape), offset, made, made.own_part)
 
 
 def layout_from_facts(facts: dict[str, Any]) -> Layout:

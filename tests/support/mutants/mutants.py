@@ -120,6 +120,12 @@ PLACED_BASES = [
     Base("gpt-dropout", Choice(3, 2, parallel=TENSOR + OURS)),
 ]
 
+# Of which each rank tiles its part.
+TILED_PARTS = [
+    Base("gpt", Choice(3, 4, parallel=SEQUENCE + OURS, tiling=(("blocks.1.mlp", 2),))),
+    Base("gpt", Choice(3, 2, parallel=(("context", 2),), tiling=(("blocks.1.mlp", 2),))),
+]
+
 # Whose experts are divided among the ranks of the tensor axis.
 EXPERTS = (*TENSOR, ("experts", True))
 

@@ -33,9 +33,13 @@ class Rank:
         self.params = {k: v.detach().clone() for k, v in state.params.items()}
         for p in program.params.values():
             if p.tile is not None:
-                first, end = p.tile.rows
-                self.params[p.name] = self.params[p.tile.name][first:end]
-            if p.part is not None:
+                held, over = self.params[p.tile.name], p.tile.part
+                if over is not None:  # the rank's part first, and then its rows
+                    way = over.cut
+                    held = cut(held, way.dim, way.groups, rank % self.team, self.team)
+                each = held.shape[0] // p.tile.count
+                self.params[p.name] = held[p.tile.index * each :][:each]
+            elif p.part is not None:
                 way, whole = p.part.cut, self.params[p.name]
                 self.params[p.name] = cut(whole, way.dim, way.groups, rank % self.team, self.team)
         self.aliases = {a: p.name for p in program.params.values() for a in p.aliases}

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import State, execute, make_tangents
 from oracle_cases import captured, make_state
 from tile_cases import Normed, Pair, assert_same, pair
 from torch import Tensor, nn
@@ -206,6 +207,82 @@ def test_refusals_name_the_parameter_and_the_way_out(
 ) -> None:
     with pytest.raises(PlanError, match=said):
         pair(tiling, model=model)
+
+
+COLWISE, ROWWISE = {"up": "colwise", "down": "rowwise"}, {"up": "rowwise", "down": "colwise"}
+
+
+class Fused(nn.Module):
+    """Three outputs of one product, which the tensor axis cuts one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.down = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.down(q.tanh() * k + v).pow(2).mean()
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.down = nn.Embedding(64, 64, padding_idx=37), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.table((x[:, :6] * 7).abs().long() % 64)).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "tiling", "placements"),
+    [
+        (Pair(), {"up": 4, "down": 2}, COLWISE),
+        (Pair(), {"up": 4, "down": 2}, ROWWISE),
+        (Fused(), {"qkv": 6}, {"qkv": "colwise/3", "down": "rowwise"}),
+        (Fused(), {"qkv": 3}, {"qkv": "colwise/3", "down": "rowwise"}),
+        (Table(), {"table": 4}, {"table": "rowwise", "down": "whole"}),
+        (Normed(), "auto", COLWISE),
+    ],
+)
+def test_parts_of_ranks_are_tiled(model: nn.Module, tiling: Any, placements: Any) -> None:
+    """Each rank tiles its part; nothing more is sent, and the proof holds."""
+    x = [torch.randn(8, 64), torch.randn(8, 64)]
+    program = zerofx.capture(model, (x[0],), {})
+    state = State(
+        {n: p.detach() for n, p in model.named_parameters()}, {},
+        [{0: x[rank // 2]} for rank in range(4)],
+        [make_tangents(program, 0) for _ in range(4)], [0] * 4,
+    )  # fmt: skip
+    parallel = {"tensor": 2, "placements": placements}
+    budget = {"memory_budget": "160KiB"} if tiling == "auto" else {}
+    whole = zerofx.rewrite(program, Plan(parallel=parallel), 4)
+    planned = zerofx.rewrite(program, Plan(tiling=tiling, parallel=parallel, **budget), 4)
+    tiles = [p for p in planned.params.values() if p.tile is not None]
+    assert tiles and all(p.shape == p.tile.local for p in tiles if p.tile is not None)
+    if tiling != "auto" and "table" not in tiling:  # whose gradient is cut, and gathered per tile
+        assert sent(planned) == sent(whole)
+    expected, got = execute([program] * 4, state), execute([planned] * 4, state)
+    for a, b in zip(expected, got, strict=True):
+        for name, grad in a.gradients.items():
+            found = torch.empty_like(grad)
+            for p in planned.params.values():
+                if p.tile is not None and p.tile.name == name:
+                    view = p.tile.within(found)
+                    view.copy_(b.gradients[p.name].view(view.shape))
+                elif p.name == name:
+                    found = b.gradients[name]
+            torch.testing.assert_close(found, grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def sent(program: Planned) -> int:
+    nodes = (n for g in program.graphs.values() for n in g.graph.nodes)
+    return sum(n.target in (ops.reduce_values, ops.gather_values) for n in nodes)
+
+
+def test_groups_of_rows_are_tiled_one_by_one() -> None:
+    parallel = {"tensor": 2, "placements": {"qkv": "colwise/3", "down": "rowwise"}}
+    with pytest.raises(PlanError, match=r"\(\[96, 64\] per rank\) into 4 .*3 groups.* is 3"):
+        pair({"qkv": 4}, world=4, model=Fused(), parallel=parallel)
 
 
 def test_contradictions() -> None:

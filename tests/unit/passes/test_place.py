@@ -782,7 +782,7 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
         ({"parallel": {"sequence": True}}, "Set tensor, or drop sequence"),
         ({"parallel": {"experts": True}}, "contradicts tensor = 1: zerofx divides experts"),
         ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' for groups"),
-        ({"parallel": {"tensor": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
+        ({"parallel": {"pipeline": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
         (
             {"parallel": {"pipeline": 2}, "offload": {"activations": "cpu"}},
             "does not support offload of activations yet",

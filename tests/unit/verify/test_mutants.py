@@ -18,6 +18,7 @@ from mutants import (
     MASKED_BASES,
     PLACED_BASES,
     RING_BASES,
+    TILED_PARTS,
     Mutant,
     generate,
 )
@@ -220,6 +221,30 @@ def test_wrong_steps_of_a_ring_are_refused(wrong: str, monkeypatch: pytest.Monke
     monkeypatch.undo()
     ring.fault_of.cache_clear()
     verify(program)
+
+
+def test_of_tiles_of_layers_that_are_cut() -> None:
+    """Collectives of tiles, and the gathers, waits and packs of tiles."""
+    found = Tally()
+    left_out = {"reduce_early", "reduce_apart", "wrong_rows", "wrong_joined", "sum_another"}
+    kinds = [k for k in HARMFUL if k.__name__ not in left_out]
+    kinds += [k for k in KINDS if k.__module__ == "mutants_drop" and k is not drop_update]
+    for mutant in generate(len(kinds), 3, TILED_PARTS[:1], kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 8
+    check(found, 0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(280, 281))
+def test_of_tiles_of_layers_that_are_cut_many(seed: int) -> None:
+    found = Tally()
+    kinds = [k for k in PLACED if not k.__name__.startswith((*NO_TENSOR, "reduce_early"))]
+    kinds += [k for k in KINDS if k.__module__ in BY_ANY and k not in (drop_update, move_update)]
+    for mutant in generate(3 * len(kinds), seed, TILED_PARTS, kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 20
+    check(found, 0.1, strays_by=1.65)
 
 
 @pytest.mark.slow

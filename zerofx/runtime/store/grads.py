@@ -124,10 +124,10 @@ class GradShard:
     def _target(self) -> tuple[Tensor, bool]:
         """Decide where all tiles are reduced into, and whether to add.
 
-        If some p.grad are set and others are not, the ranges of the others are zeroed and the
-        user's own tensors are copied in, so that adding is correct for all of them. `publish`
-        copies the sums back into the user's tensors. Gradients of an earlier step that the user
-        still holds are left alone.
+        If some p.grad are set and others are not, the ranges of the others are zeroed, so that
+        adding is correct for all of them. So are those of p.grad that are the user's own tensors,
+        to which `publish` adds: one tensor may be the p.grad of several parameters. Gradients of an
+        earlier step that the user still holds are left alone.
         """
         was_free = self._wake()  # then it was not held, and nothing has shown it since
         grads = [p.grad for p in self.params]
@@ -141,18 +141,15 @@ class GradShard:
         if self._is_held():
             self._adopt(self._allocate())
         with torch.no_grad():
-            rows = zip(self._pieces, self.views, self._locals, grads, strict=True)
-            for piece, view, local, grad in rows:
-                if grad is None:
+            for view, local, grad in zip(self.views, self._locals, grads, strict=True):
+                if grad is not view:
                     local.zero_()
-                elif grad is not view:
-                    local.copy_(piece.local(grad))
         return self.flat, True
 
     def publish(self, bucket: int, names: Collection[str] | None, all_names: Sequence[str]) -> None:
         """Set p.grad of every parameter among `names` that requires one, once all tiles are in.
 
-        A p.grad that the user assigned stays in place and receives the new values.
+        To a p.grad that the user assigned, the gradient is added in place.
         """
         self._expected.discard(bucket)
         if self._expected:
@@ -166,7 +163,7 @@ class GradShard:
                     piece.publish(param, view)
                 elif before is not view:
                     with torch.no_grad():
-                        piece.local(before).copy_(piece.local(view))
+                        piece.local(before).add_(piece.local(view))
 
 
 class StoreGrads:
@@ -238,7 +235,10 @@ class StoreGrads:
                 param.grad = grad.clone(memory_format=torch.contiguous_format)
             else:
                 param.grad = grad
-        if before:
+        if len({id(held) for held in before}) < len(before):  # one tensor is p.grad of several
+            for held, grad in zip(before, added, strict=True):
+                held.add_(grad)
+        elif before:
             foreach_add_(before, added)
         self._handed[bucket] = self._params[members[positions[0]].name]
 

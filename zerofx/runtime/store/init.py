@@ -82,8 +82,7 @@ def _take_bucket(store: ShardStore, tree: ParameterTree, index: int, names: list
         for param in (p for p in bucket.params if p.owner in names):
             values = tree.params[param.owner].detach()
             if param.tile is not None:
-                first, end = param.tile.rows
-                values = values[first:end]
+                values = param.tile.within(values)[0]
             full[param.offset : param.end].view(param.shape).copy_(values)
     world.broadcast(full, 0).wait()
     lo, hi = layout.shard_bounds(bucket, world.shard_rank)
@@ -98,6 +97,8 @@ def _take_parts(store: ShardStore, tree: ParameterTree, index: int, names: list[
     """
     world = store.world
     for param in (p for p in store.layout.buckets[index].params if p.owner in names):
+        if param.tile is not None and param.tile.index:
+            continue  # all tiles came with the first one
         piece = store.pieces[param.owner]
         if world.slices:
             mine = torch.empty(param.shape, dtype=piece.bucket.dtype, device=world.device)

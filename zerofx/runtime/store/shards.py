@@ -224,7 +224,7 @@ def _check_layout(tree: ParameterTree, layout: Layout) -> None:
     for name, param in tree.params.items():
         bucket, piece = layout.owned[name][0]
         can_hold = param.dtype == bucket.dtype or {param.dtype, bucket.dtype} <= {*LOW_OR_SINGLE}
-        is_slice = piece.part is not None and piece.part.is_given
+        is_slice = piece.owner_part is not None and piece.owner_part.is_given
         shape = tuple(local_of(param).shape) if is_slice else tuple(param.shape)
         fits = shape == (piece.shape if is_slice else piece.whole_shape) and can_hold
         assert fits, f"{name} is {param.dtype} {list(param.shape)}, the layout says {piece}"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerofx.comm.together import tell
 from zerofx.errors import NvmeError
-from zerofx.layout.buckets import Bucket
+from zerofx.layout.buckets import Bucket, ParamSlice
 from zerofx.runtime.tensors.checkpoint import FlatPiece, flat_piece
 from zerofx.runtime.tensors.piece import join_parts
 
@@ -69,11 +69,10 @@ class FullReader:
         where, first = self._store.layout.owned[name][0]
         whole = torch.empty(first.whole_shape, dtype=where.dtype, device=self._device)
         for bucket, param in self._store.layout.owned[name]:
-            rows = slice(None) if param.tile is None else slice(*param.tile.rows)
             part = self._gathered(bucket, name)[param.offset : param.end].view(param.shape)
             if param.part is not None:
                 part = join_parts(self._store.world, part, param.part)
-            (whole if param.tile is None else whole[rows]).copy_(part)
+            _fill(whole, param, part)
             if param is bucket.params[-1]:
                 self._last = None  # otherwise it would stay on the device as long as this reader
         return whole
@@ -84,6 +83,12 @@ class FullReader:
             full = gather_bucket(self._store, bucket, f"reading {name} of a state_dict{_TOGETHER}")
             self._last = bucket.index, full
         return self._last[1]
+
+
+def _fill(whole: Tensor, param: ParamSlice, values: Tensor) -> None:
+    """Write the values of a parameter, or of one tile of it, into the whole parameter."""
+    target = whole if param.tile is None else param.tile.within(whole)
+    target.copy_(values.view(target.shape))
 
 
 _TOGETHER = " (all ranks must read it together from NVMe; zerofx.full_state_dict saves on one rank)"
@@ -111,8 +116,7 @@ def iter_full_state(store: ShardStore, rank0_only: bool = False) -> Iterator[tup
                 continue
             if param.tile.index == 0:
                 whole = torch.empty(param.tile.shape, dtype=view.dtype)
-            first, end = param.tile.rows
-            whole[first:end].copy_(view)
+            _fill(whole, param, view)
             if param.tile.index == param.tile.count - 1:
                 yield param.owner, whole
 

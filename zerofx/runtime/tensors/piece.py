@@ -294,7 +294,7 @@ class ParameterPiece(ABC):
     @property
     def tensor_part(self) -> Part | None:
         """The parameter's cut over the tensor axis, if any; `own` refers to this rank's part."""
-        return self.param.part
+        return self.param.owner_part
 
     @property
     def ranges(self) -> tuple[Range, ...]:
