@@ -202,9 +202,6 @@ def scaled_too_late() -> str:
 
 
 def test_a_scaler_that_comes_too_late_is_refused(pool: Pool) -> None:
-    fields: dict[str, Any] = {"parallel": ONE_BY_ONE, "memory_budget": "1GiB"}
-    with pytest.raises(PlanError, match=r"memory_budget and precision.reduce = 'fp16' yet"):
-        Plan(precision="fp16", **fields)
     with pytest.raises(PlanError, match=r"schedule = '1f1b' .* 'external'"):
         Plan(parallel=ONE_BY_ONE, precision={**FP16, "loss_scale": "external"})
     for said in pool.run(2, scaled_too_late):
@@ -493,6 +490,7 @@ def test_pipelines_train_alike_within_a_budget(
         slow(2, 0.7, {"stage": 2, "parallel": ZERO_BUBBLE}),
         slow(4, 0.2, {"stage": 3, "parallel": {**ONE_BY_ONE, "pipeline": 4}}),
         slow(4, 0.5, {"stage": 2, "parallel": ONE_BY_ONE}),
+        slow(2, 0.4, {"stage": 3, "parallel": ONE_BY_ONE, "precision": "fp16"}),
     ],
     ids=str,
 )

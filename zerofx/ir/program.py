@@ -469,6 +469,14 @@ class Planned(Program):
         return self.is_training and self.calling.loss is None
 
     @property
+    def joins_results(self) -> bool:
+        """Whether the caller is given results that lie together for all micro-batches.
+
+        Each one is copied to its place there, and its gradient is a part of the whole gradient.
+        """
+        return self.has_loss_outside and self.stage.size > 1
+
+    @property
     def is_laid_out(self) -> bool:
         """Whether buckets are assigned, so that the layout contains every parameter."""
         return Fact.BUCKETS_ASSIGNED in self.facts

@@ -1,9 +1,10 @@
-"""Gradients of one process: each becomes p.grad in the memory in which backward has computed it.
+"""Gradients that no other rank shares: each becomes p.grad in the memory in which it is computed.
 
-A bucket exists so that one collective reduces several gradients. One process reduces nothing, so
-packing would only copy. `hand_over` makes the computed tensors themselves p.grad, as autograd does,
-or adds them to the p.grad of an earlier backward. A gradient whose memory has another reader is
-copied: the op lists it, and the proof demands that.
+A bucket exists so that one collective reduces several gradients. A rank without other data ranks
+reduces nothing, so packing would only copy. What is summed over a tensor axis is summed before.
+`hand_over` makes the computed tensors themselves p.grad, as autograd does, or adds them to the
+p.grad of an earlier backward. A gradient whose memory has another reader is copied: the op lists
+it, and the proof demands that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""hand-over: in one process, gradients become p.grad without passing through a bucket."""
+"""hand-over: without other data ranks, gradients become p.grad and pass through no bucket."""
 
 from __future__ import annotations
 

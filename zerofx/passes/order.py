@@ -155,7 +155,7 @@ PLACE: list[Make] = [
     lambda s: OffloadShards(distance=distance(s)),
     # after all passes that move reads of shards, which an update overwrites
     lambda s: UpdateInBackward(enabled=s.plan.update == "in-backward"),
-    # after all passes that move packs and reductions: it takes the place of both in one process
+    # after all passes that move packs and reductions: it takes the place of both without data ranks
     lambda s: HandOver(),
     # after all passes that move and release: the room left is measured on the final order
     lambda s: KeepGathered(

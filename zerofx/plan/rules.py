@@ -232,10 +232,6 @@ def _against_parallel(plan: Plan) -> Iterator[str]:
                 plan.parallel.interleave > 1 and plan.memory_budget is not None
             ),
             "update = 'in-backward'": plan.update == "in-backward",
-            # adding a slice to p.grad takes a copy in fp32, which memory does not count yet
-            "memory_budget and precision.reduce = 'fp16'": (
-                plan.memory_budget is not None and plan.precision.reduce == "fp16"
-            ),
         }
         if plan.precision.loss_scale == "external" and plan.parallel.schedule != "gpipe":
             yield (

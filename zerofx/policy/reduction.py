@@ -155,13 +155,13 @@ def end_of(layout: Layout, bucket: Bucket, is_set: bool, in_slot: bool = False) 
 def hands_over(layout: Layout, plan: Plan, bucket: Bucket) -> bool:
     """Return whether gradients become p.grad in the memory in which backward has computed them.
 
-    One process reduces nothing, so a bucket would only be a copy. Another format than that of
-    p.grad, a loss scale, tiles, updates inside backward and CUDA graphs need the bucket.
+    Without other data ranks nothing is reduced, so a bucket would only be a copy. Another format
+    than that of p.grad, a loss scale, tiles, updates inside backward and CUDA graphs need it.
     """
     formats = {bucket.dtype, bucket.compute_dtype, bucket.reduce_dtype}
     is_plain = len(formats) == 1 and bucket.tile is None and not bucket.is_away
     has_other_use = plan.update == "in-backward" or plan.cuda_graph or plan.precision.is_scaled
-    return layout.mesh.num_ranks == 1 and is_plain and not has_other_use
+    return layout.mesh.num_reducing == 1 and is_plain and not has_other_use
 
 
 # -- gradients that live off the device -----------------------------------------------------------

@@ -22,6 +22,7 @@ from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.schedule import Flight, label
 from zerofx.runtime.slots import SlotPool
 from zerofx.runtime.store.unsynced import LocalSums
+from zerofx.runtime.sums import add_, add_unscaled_
 from zerofx.runtime.tensors.tensor import local_of
 from zerofx.runtime.views import BucketViews
 from zerofx.runtime.wire.rows import launch_rows
@@ -279,18 +280,20 @@ class Gradients:
         if reduced is None:
             return
         target, accumulate, summed = self._targets.pop(bucket)
-        if self._layout.buckets[bucket].is_away:
+        is_away = self._layout.buckets[bucket].is_away
+        scaler = None if is_away else self.scaler  # an offloaded slice is unscaled before
+        if is_away and reduced is not target:
+            self.away.settle(bucket)
+        if scaler is not None and accumulate:
+            add_unscaled_(target, reduced, scaler)
+        elif accumulate:
+            add_(target, reduced)
+        else:
+            if scaler is not None:
+                is_wide = reduced.dtype is target.dtype
+                reduced = scaler.unscale(reduced, reduced if is_wide else target)
             if reduced is not target:
-                self.away.settle(bucket)
-        elif self.scaler is not None:
-            wide = reduced
-            if reduced.dtype is not target.dtype:
-                wide = torch.empty_like(target) if accumulate else target
-            reduced = self.scaler.unscale(reduced, wide)
-        if accumulate:
-            target.add_(reduced)
-        elif reduced is not target:
-            target.copy_(reduced)
+                target.copy_(reduced)
         if (loan := self._loans.pop(bucket, None)) is not None:
             self._slices.give_back([loan])
         names = self._packed_names(bucket)
@@ -312,7 +315,11 @@ class Gradients:
         if self.discards:
             return
         self._packed[bucket] = (params,)
-        names = self._packed_names(bucket)
+        names, given = self._packed_names(bucket), self.asked.given
+        if given is not None:  # the gradient for zero tangents may be NaN
+            members = self._layout.buckets[bucket].params
+            pairs = zip(params, grads, strict=True)
+            grads = [g if members[i].owner in given else torch.zeros_like(g) for i, g in pairs]
         self._store.grads.take(bucket, params, grads, copied, names)
         self._note_arrived(names)
 

@@ -59,6 +59,20 @@ def test_the_peak_of_each_stage_is_the_predicted_one(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "stage", "precision"),
+    [(2, 3, "fp16"), (2, 2, "bf16"), (4, 1, "bf16"), (4, 3, "fp16")],
+)
+def test_adding_gradients_of_another_format_takes_no_copy(
+    pool: Pool, ranks: int, stage: int, precision: str
+) -> None:
+    plan = {**ATEN, "stage": stage, "parallel": ONE_BY_ONE, "precision": precision}
+    for measured in pool.run(ranks, measure, GRADIENTS, plan):
+        off = measured.predicted_bytes / measured.peak_bytes - 1
+        assert abs(off) < TOLERANCE, (measured.predicted_bytes, measured.peak_bytes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (4, 1)])
 def test_gradients_of_earlier_calls_are_counted(pool: Pool, ranks: int, stage: int) -> None:
     plan = {**ATEN, "stage": stage, "parallel": ONE_BY_ONE}

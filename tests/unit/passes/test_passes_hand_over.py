@@ -1,21 +1,24 @@
-"""hand-over: gradients of one process without buckets; what several share is packed as before."""
+"""hand-over: gradients without buckets; what data ranks share is packed as before."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from oracle_cases import Choice
 from passes_compact import before, order, pass_named, run
+from tensor_models import MODELS, batch
 from torch import fx
 from verify_cases import program, set_argument
 
+import zerofx
 from zerofx import ops
 from zerofx.errors import ProgramError
 from zerofx.ir.order import Crossing, Order
 from zerofx.ir.program import BACKWARD, Planned
-from zerofx.ir.spec import gradients_of
-from zerofx.ir.verify import verify
+from zerofx.ir.spec import gradients_of, is_reduction
+from zerofx.ir.verify import verify, verify_stages
 from zerofx.layout.buckets import Mesh
 
 NAME = "hand-over"
@@ -51,6 +54,35 @@ def test_a_bucket_is_handed_over_where_it_would_be_reduced() -> None:
 def test_what_needs_a_bucket_keeps_it(choice: Choice) -> None:
     given = before("chain", choice, NAME)
     assert not pass_named(choice, NAME).run(given.clone()).changed
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [
+        ("gpt2", {"pipeline": 2, "micro_batches": 4}),  # its table is of both stages
+        pytest.param(
+            "llama",
+            {"pipeline": 2, "schedule": "zero-bubble", "micro_batches": 4},
+            marks=pytest.mark.slow,
+        ),
+        ("llama", {"tensor": 2, "sequence": True}),
+    ],
+)
+def test_ranks_that_share_samples_hand_over(name: str, parallel: dict[str, Any]) -> None:
+    captured = zerofx.capture(MODELS[name](), (), batch(name), outputs="loss")
+    plan = zerofx.Plan(stage=3, kernels="aten", parallel=parallel)
+    size = plan.parallel.pipeline
+    for num_data in (1, 2):
+        world = 2 * num_data
+        found = [zerofx.rewrite(captured, plan, world_size=world, position=p) for p in range(size)]
+        for each in found:
+            assert bool(handed(each)) == (num_data == 1)
+            reduced = any(is_reduction(n) for n in each.graph(BACKWARD).nodes)
+            assert reduced == (num_data == 2)
+        if size > 1:
+            verify_stages(found)
+        else:
+            verify(found[0])
 
 
 # -- verify -------------------------------------------------------------------------------------

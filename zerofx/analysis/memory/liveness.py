@@ -203,7 +203,8 @@ class _Walk:
             storage.category = _LEAVES[spec.role]
         stage = self.program.stage
         is_sent = stage.size > 1 and spec.index >= stage.num_outputs  # to another pipeline stage
-        is_kept = spec.index == self.program.calling.loss or (self.keeps_results and not is_sent)
+        is_dropped = is_sent or self.program.joins_results
+        is_kept = spec.index == self.program.calling.loss or (self.keeps_results and not is_dropped)
         if spec.role in (Role.GRAD, Role.INPUT_GRAD) or (spec.role is Role.OUTPUT and is_kept):
             self.places.forever.append(storage)
             if is_new and spec.name:

@@ -13,6 +13,7 @@ from zerofx.analysis.memory.storage import (
     CATEGORY_OF,
     Category,
     Storage,
+    is_scaled,
     is_view,
     sent_as,
     span_bytes,
@@ -92,14 +93,18 @@ class Places:
         where = info(node)
         if where.role is Role.SAVED and where.index in self.saved:
             return self.saved[where.index]
-        is_early = where.role is Role.TANGENT or self.graph == FORWARD
+        is_tangent = where.role is Role.TANGENT
+        is_own_result = is_tangent and where.index < self.program.stage.num_outputs
+        if is_own_result and self.program.joins_results and not is_scaled(self.program):
+            return ()  # a part of the whole gradient, which stands beside the graphs
+        is_early = is_tangent or self.graph == FORWARD
         key = (where.role, where.index if where.role is not Role.PARAM else -1, where.name)
         if key not in self.given:
             category = _GIVEN.get(where.role, Category.TEMPORARIES)  # type: ignore[arg-type]
             if where.role is Role.SHARD:
                 category = CATEGORY_OF.get(self.home(node), category)
             birth = self.start if is_early else 0
-            is_forever = where.role is not Role.TANGENT
+            is_forever = not is_tangent
             self.given[key] = self.own(node, category, value(node), birth, forever=is_forever)
         return self.given[key]
 

@@ -177,7 +177,8 @@ class _OtherStages:
         if parallel.interleave == 1:
             return
         rank = program.stage.position % parallel.pipeline
-        reduced = {info(n).index for _, n in self.life.nodes if is_reduction(n)}
+        stored = (n for _, n in self.life.nodes if kind_of(n) is Kind.STORE)
+        reduced = {info(n).index for n in stored}
         for block in program.layout.blocks:
             buckets = [
                 b for b in block
@@ -196,7 +197,8 @@ class _OtherStages:
             is_begun, is_done = any(done), all(each == self.num for each in done)
             is_summed = self.puts_off and is_begun and not is_done
             is_apart = reduction.sums_lie_apart(layout)
-            rests = resting.frees_gradient(layout, buckets[0], in_backward=False)
+            is_handed = reduction.hands_over(layout, self.program.plan, buckets[0])
+            rests = is_handed or resting.frees_gradient(layout, buckets[0], in_backward=False)
             where = Info(unit=buckets[0].label())
             if not rests or is_done or (is_begun and not (is_summed and is_apart)):
                 size = sum(layout.shard_numel(b) * b.dtype.itemsize for b in buckets)
@@ -223,9 +225,9 @@ def _results_of_all(program: Planned, life: Lifetimes) -> list[Storage]:
     """Return what the caller of a pipeline is given to compute the loss from, and its gradients.
 
     Every rank has the results of all micro-batches. The stage that makes them fills them in as they
-    come, and in backward reads one micro-batch's gradients, which its graph counts.
+    come, and in backward reads parts of their gradients.
     """
-    if not program.has_loss_outside:
+    if not program.joins_results:
         return []
     stage, num = program.stage, batches_per_call(program)
     begin = next(t for t, (graph, _) in enumerate(life.nodes) if graph == BACKWARD)
@@ -237,9 +239,8 @@ def _results_of_all(program: Planned, life: Lifetimes) -> list[Storage]:
         name = f"{wire.name} of all micro-batches"
         found.append(Storage(Category.OUTPUTS, size, name, birth, life.end, Info()))
         if wire.output not in program.calling.detached:
-            others = size - is_mine * nbytes(wire.value)
             found.append(
-                Storage(Category.GRADIENTS, others, f"gradient of {name}", begin, life.end, Info())
+                Storage(Category.GRADIENTS, size, f"gradient of {name}", begin, life.end, Info())
             )
     return found
 

@@ -219,23 +219,25 @@ class StoreGrads:
         copied: the positions in `grads` of those that share memory with another value.
         names: the parameters that get a gradient.
         """
-        members = self._layout.buckets[bucket].params
+        members, is_cut = self._layout.buckets[bucket].params, self._layout.is_cut
         before: list[Tensor] = []
         added: list[Tensor] = []
+        holders: list[int] = []
         for number, (position, grad) in enumerate(zip(positions, grads, strict=True)):
             name = members[position].name  # it is no tile
             param = self._params[name]
             if name not in names or not param.requires_grad:
                 continue
-            held = param.grad
+            piece, held = self._pieces[name], param.grad
             if held is not None:
-                before.append(held)
-                added.append(grad)
-            elif number in copied:
-                param.grad = grad.clone(memory_format=torch.contiguous_format)
-            else:
-                param.grad = grad
-        if len({id(held) for held in before}) < len(before):  # one tensor is p.grad of several
+                before.append(piece.local(held))
+                added.append(grad.reshape(-1) if is_cut else grad)
+                holders.append(id(held))
+                continue
+            if number in copied:
+                grad = grad.clone(memory_format=torch.contiguous_format)
+            piece.publish(param, piece.show(grad.view(-1)) if is_cut else grad)
+        if len(set(holders)) < len(holders):  # one tensor is p.grad of several
             for held, grad in zip(before, added, strict=True):
                 held.add_(grad)
         elif before:

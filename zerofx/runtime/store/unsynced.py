@@ -15,6 +15,7 @@ from torch import Tensor
 from zerofx.compat.tensors import DisableTorchFunctionSubclass, foreach_zero_, make_subclass
 from zerofx.errors import GradientError
 from zerofx.policy import reduction
+from zerofx.runtime.sums import add_
 from zerofx.runtime.tensors.refuse import op_name
 from zerofx.runtime.tensors.tensor import first_of
 
@@ -151,7 +152,7 @@ class LocalSums:
         if not self._lie_apart:
             target, accumulate = self._store.grads.target(bucket)
             if accumulate:
-                target.add_(buffer, alpha=1.0 / loss_scale)
+                add_(target, buffer, 1.0 / loss_scale)
             else:
                 torch.mul(buffer, 1.0 / loss_scale, out=target)
             self._store.grads.publish(bucket, names)
@@ -162,7 +163,7 @@ class LocalSums:
             held = self._sums[block] = _Sum(self._store, self._store.layout.blocks[block], buffer)
         else:
             held.forget_cleared()
-        held.part(bucket).add_(buffer, alpha=1.0 / loss_scale)
+        add_(held.part(bucket), buffer, 1.0 / loss_scale)
         held.mark(names)
 
     def holds(self, bucket: int) -> bool:
@@ -186,7 +187,7 @@ class LocalSums:
         if held is not None:
             names = held.unmark()
             if names:
-                buffer.add_(held.part(bucket), alpha=loss_scale)
+                add_(buffer, held.part(bucket), loss_scale)
             if not any(b.index in self._scales for b in layout.blocks[block]):
                 del self._sums[block]
             return *self._store.grads.target(bucket), names
@@ -195,7 +196,7 @@ class LocalSums:
             return target, False, frozenset()
         # The sum includes the earlier reduced gradient, which is equal on all ranks, as is its
         # mean.
-        buffer.add_(target, alpha=loss_scale)
+        add_(buffer, target, loss_scale)
         params = self._store.params
         shown = (n for n in layout.buckets[bucket].names if params[n].grad is not None)
         return target, False, frozenset(shown)
