@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -13,6 +14,7 @@ from zerofx.analysis.memory.liveness import CompiledCall
 from zerofx.analysis.memory.storage import CompiledRegion
 from zerofx.analysis.memory.workspace import convolution_bytes, workspace_bytes
 from zerofx.compat.wrapper import Inside, trace
+from zerofx.kernels.recurrent import lstm_direction, lstm_direction_grads, workspace_of
 from zerofx.tools.demo.measure import PeakMemory
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -33,13 +35,17 @@ def tensors(shape: tuple[int, ...], form: Any) -> tuple[Tensor, Tensor, tuple[An
 def node_of(target: Any, args: tuple[Any, ...], result: Any) -> fx.Node:
     """Return a node for a call, with the values that it takes and makes."""
     graph = fx.Graph()
-    given = []
-    for value in args:
-        if isinstance(value, Tensor):
-            given.append(graph.placeholder("x"))
-            given[-1].meta["val"] = value
-        else:
-            given.append(value)
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, list):
+            return [taken(v) for v in value]
+        if not isinstance(value, Tensor):
+            return value
+        placeholder = graph.placeholder("x")
+        placeholder.meta["val"] = value
+        return placeholder
+
+    given = [taken(value) for value in args]
     node = graph.call_function(target, tuple(given))
     node.meta["val"] = result
     return node
@@ -91,6 +97,42 @@ def test_products_of_bf16(shape: tuple[int, int, int], is_turned: bool) -> None:
         torch.set_num_threads(threads)
     assert found <= workspace_bytes(node) + 1024
     assert workspace_bytes(node) - found < 0.2 * (found + made.nbytes)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("has_biases", [True, False])
+@pytest.mark.parametrize("shape", [(5, 2, 3, 4), (64, 8, 64, 128), (64, 8, 100, 128)], ids=str)
+def test_lstm_in_onednn(shape: tuple[int, ...], has_biases: bool) -> None:
+    """What the kernels hold, with what they return: the workspace is exact, the rest is near."""
+    steps, batch, features, cells = shape
+    x, h = torch.randn(steps, batch, features), torch.randn(batch, cells)
+    grad = torch.randn(steps, batch, cells)
+    weights = [torch.randn(4 * cells, n) for n in (features, cells)]
+    weights += [torch.randn(4 * cells)] * 2 if has_biases else []
+    size = workspace_of(*shape)
+    args = (x, h, h, weights, False, True, size)
+    results = lstm_direction(*args)
+    assert results[3].nbytes == size
+    taken = (grad, None, h, x, h, h, weights, *results, False)
+    for op, given, made in (
+        (lstm_direction, args, results),
+        (lstm_direction_grads, taken, lstm_direction_grads(*taken)),
+    ):
+        call = functools.partial(op, *given)
+        result_bytes = sum(t.nbytes for t in made)
+        predicted = workspace_bytes(node_of(op, given, made)) + result_bytes
+        assert predicted == pytest.approx(inside(call, *made) + result_bytes, rel=0.1)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("shape", [(200, 16, 5, 7), (70, 96, 3, 9), (2100, 3, 2, 3)], ids=str)
+def test_workspace_of_long_sequences(shape: tuple[int, ...]) -> None:
+    """It is extrapolated from short ones, exactly."""
+    steps, batch, features, cells = shape
+    x, h = torch.zeros(steps, batch, features), torch.zeros(batch, cells)
+    weights = [torch.zeros(4 * cells, n) for n in (features, cells)]
+    *_, workspace = lstm_direction(x, h, h, weights, False, True, 0)
+    assert workspace.nbytes == workspace_of(*shape)
 
 
 def test_a_bf16_product_of_a_matrix_with_itself() -> None:

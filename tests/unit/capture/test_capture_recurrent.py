@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerofx.kernels.recurrent import MODES, recurrent, recurrent_grads
+from zerofx.kernels.recurrent import (
+    MODES,
+    lstm_direction,
+    recurrent,
+    recurrent_grads,
+    run_recurrent,
+    workspace_of,
+)
 
 LAYERS = {"lstm": nn.LSTM, "gru": nn.GRU, "rnn_tanh": nn.RNN, "rnn_relu": nn.RNN}
 
@@ -80,3 +87,43 @@ def test_backward_below_autograd() -> None:
     with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
         got = recurrent_grads(grads, *args)
     assert all(map(torch.equal, got, expected))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("has_biases", [True, False])
+@pytest.mark.parametrize("is_bidirectional", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_lstm_runs_onednns_kernel_once(
+    has_biases: bool, is_bidirectional: bool, batch_first: bool
+) -> None:
+    """Values and gradients are eager's, bit for bit: backward reads forward's workspace."""
+    torch.manual_seed(0)
+    layer = nn.LSTM(
+        3, 4, 2, bias=has_biases, bidirectional=is_bidirectional, batch_first=batch_first
+    )
+    x = torch.randn(5, 6, 3, requires_grad=True)
+    rows = 4 if is_bidirectional else 2
+    h, c = (torch.randn(rows, 5 if batch_first else 6, 4, requires_grad=True) for _ in range(2))
+    how = (has_biases, 2, 0.0, True, is_bidirectional, batch_first)
+    eager_output, (eager_h, eager_c) = layer(x, (h, c))
+    mine = run_recurrent("lstm", (x, (h, c), layer._flat_weights, *how))
+    theirs = eager_output, eager_h, eager_c
+    leaves = [x, h, c, *layer.parameters()]
+    found = []
+    for results in (mine, theirs):
+        loss = results[0].square().sum() + results[1].sum() + results[2].square().sum()
+        found.append(torch.autograd.grad(loss, leaves))
+    assert all(map(torch.equal, mine, theirs))
+    assert all(map(torch.equal, *found))
+    assert len({g.data_ptr() for g in found[0]}) == len(leaves)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+@pytest.mark.parametrize("has_biases", [True, False])
+def test_lstm_direction_passes_torchs_own_checks(has_biases: bool) -> None:
+    x, (h, c), weights, *_ = with_grad(arguments("lstm", False, has_biases))
+    h, c = (state[0].detach().requires_grad_() for state in (h, c))
+    given = (x, h, c, weights, True, True, workspace_of(*x.shape, 4))
+    # Parts of the workspace are never written, so that two runs cannot be compared by its values.
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(lstm_direction, given, test_utils=checks)

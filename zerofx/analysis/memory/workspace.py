@@ -17,7 +17,12 @@ from torch import fx
 from zerofx.ir.meta import nbytes, value
 from zerofx.kernels import ops
 from zerofx.kernels.cross_entropy import tile_sizes
-from zerofx.kernels.recurrent import recurrent, recurrent_grads
+from zerofx.kernels.recurrent import (
+    lstm_direction,
+    lstm_direction_grads,
+    recurrent,
+    recurrent_grads,
+)
 
 aten = torch.ops.aten
 _BACKWARD = aten.convolution_backward.default
@@ -178,6 +183,59 @@ def _layer(arguments: tuple[Any, ...]) -> tuple[int, int]:
     return 4 * cells + own + copies, 4 * (1 + 4 * directions) * cells + own + 3 * copies
 
 
+def _lstm_direction(node: fx.Node) -> int:
+    """Return the gates of every step and the weights in oneDNN's layout.
+
+    In inference, states as wide as the input are also internal.
+    """
+    arguments: Any = node.args
+    source, h, _, weights, _, is_training, _ = arguments
+    inside = _gates_and_weights(source, h, weights)
+    features, cells = value(source).shape[2], value(h).shape[1]
+    return inside if is_training or features <= cells else inside + _in_lines(source, features)
+
+
+def _lstm_direction_backward(node: fx.Node) -> int:
+    """Return the forward's, and copies of sequences whose rows are not whole lines.
+
+    A gradient that is missing is filled with zeros.
+    """
+    arguments: Any = node.args
+    grads, (source, h, _, weights, output) = arguments[:3], arguments[3:8]
+    features, cells = value(source).shape[2], value(h).shape[1]
+    inside = _gates_and_weights(source, h, weights)
+    if _line(features) != features:
+        inside += _in_lines(source, features)
+    if _line(cells) != cells:
+        inside += (1 if cells % 256 else 2) * _in_lines(source, cells)
+    likes = zip(grads, (output, h, h), strict=True)
+    return inside + sum(nbytes(value(like)) for grad, like in likes if grad is None)
+
+
+def _gates_and_weights(source: Any, h: Any, weights: Any) -> int:
+    """Return the gates and weights of a direction, with biases of zeros if the layer has none."""
+    (batch, cells), gates = value(h).shape, 4 * value(h).shape[1]
+    rows = value(source).shape[2] + cells
+    zeros = 0 if len(weights) == 4 else 8 * gates
+    small = 8 * batch * cells + _SMALL
+    return _in_lines(source, gates) + 4 * rows * _line(gates) + zeros + small
+
+
+def _in_lines(source: Any, columns: int) -> int:
+    """Return the bytes of a sequence like `source` with rows of this many columns."""
+    steps, batch, _ = value(source).shape
+    return int(4 * steps * batch * _line(columns))
+
+
+def _line(columns: int) -> int:
+    """Return the length of a row of fp32 in oneDNN: whole 64-byte lines, no multiple of 256."""
+    whole = -(-columns // 16) * 16
+    return whole if whole % 256 else whole + 16
+
+
+_SMALL = 16 << 10
+
+
 _INSIDE: dict[Any, Callable[[fx.Node], int]] = {
     aten.convolution.default: _convolution,
     aten.convolution_backward.default: _convolution,
@@ -187,6 +245,8 @@ _INSIDE: dict[Any, Callable[[fx.Node], int]] = {
     aten.addmm.default: _product_of_bf16,
     ops.linear_cross_entropy: _loss_head,
     ops.linear_cross_entropy_backward: _loss_head_backward,
+    lstm_direction: _lstm_direction,
+    lstm_direction_grads: _lstm_direction_backward,
     recurrent: _recurrent,
     recurrent_grads: _recurrent_backward,
 }
