@@ -62,7 +62,8 @@ class Cell:
     @property
     def plan(self) -> dict[str, Any]:
         plan = {"stage": self.stage, "kernels": self.kernels}
-        return plan | ({"parallel": AXES[self.axis]} if AXES[self.axis] else {})
+        # a loop that reads only the loss says so: parts of the logits are then not gathered
+        return plan | ({"parallel": AXES[self.axis], "outputs": "loss"} if AXES[self.axis] else {})
 
     @property
     def captured(self) -> int:

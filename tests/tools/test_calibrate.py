@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import sys
 from itertools import product
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from zerofx.analysis.time.kernels import PASSES, WINDOWS
@@ -101,6 +103,26 @@ def test_compiled_work_is_laid_out_as_probes_say() -> None:
             assert made.numel() * compute.WINDOW**2 == compute.ELEMENTS[kind] * a.numel()
 
 
+def test_chained_work_reads_what_it_wrote_and_keeps_it() -> None:
+    """An op of a step reads what the ones before wrote, into memory that no cache holds."""
+    probes = [p for p in compute.aten() if p.curve.startswith("memory.pointwise")]
+    assert compute.CHAINED == ("pointwise", "reduction")
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        seen.append((a, b))
+        return a - b
+
+    a, b = compute.operands(1 << 10)
+    work = compute._chain(function, a, b, "pointwise")
+    for _ in range(3 * TURNS):
+        work()
+    assert all(new[1] is old[0] for old, new in itertools.pairwise(seen))
+    assert len({t.data_ptr() for t, _ in seen[-TURNS:]}) == TURNS
+    assert all(t.isfinite().all() for t, _ in seen)
+    assert [p.x for p in probes] == [3 * size for size in compute.TENSOR_BYTES]
+
+
 def test_turns_are_taken_by_tensors_of_their_own() -> None:
     made: list[list[int]] = []
 
@@ -144,7 +166,8 @@ def test_transfers_of_every_kind_are_timed_on_ranks(pool: Any) -> None:
     kinds = {name.split(" ")[0] for name in found}
     assert kinds == {
         "all_gather.direct.2", "all_gather.native.2", "reduce_scatter.direct.2",
-        "reduce_scatter.native.2", "all_reduce.direct.2", "broadcast.direct.2",
+        "reduce_scatter.native.2", "all_reduce.direct.2", "all_to_all.direct.2",
+        "broadcast.direct.2",
         "broadcast.native.2", "beside.reduce_scatter.2",
     }  # fmt: skip
     assert all(seconds > 0 for name, seconds in found.items() if "beside" not in name)

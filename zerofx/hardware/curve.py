@@ -20,9 +20,11 @@ KINDS = {
     "matmul": "operations of one matrix product -> share of dense_flops_per_s; .FORMAT",
     "convolution": "samples x pixels of the result, with as many channels in as out -> share of "
     "dense_flops_per_s; .FORMAT.PASS.WINDOW.CHANNELS",
-    "attention": "operations of one attention -> share of dense_flops_per_s; .FORMAT",
+    "attention": "operations of the forward of one sample with 4 heads -> share of "
+    "dense_flops_per_s; .FORMAT",
     "memory": "bytes an op reads and writes -> share of memory_bytes_per_s; .KIND.KERNELS",
-    "heavy": "elements of exponentials and the like in one op -> elements per us; .KERNELS",
+    "heavy": "elements of which one op takes an exponential -> elements per us; .KERNELS, with "
+    ".FUNCTION for tanh, erf, log, pow or sin",
     "pool": "elements in all windows of one pooling -> elements per us; .KERNELS",
     "crowd": "ranks of a node that compute at once -> time of regions relative to one alone",
     "call": "regions with almost no work (parameters of a step) -> us per call; .GRAPH.WORLD",
@@ -30,6 +32,7 @@ KINDS = {
     "reduce_scatter": "the same, without the sum; .ALGORITHM.WORLD",
     "all_reduce": "the same, without the sum; .ALGORITHM.WORLD",
     "broadcast": "the same; .ALGORITHM.WORLD",
+    "all_to_all": "bytes that a rank sends, its own part included -> us; .ALGORITHM.WORLD",
     "beside": "bytes of a full bucket -> us that overlapping compute loses; .COLLECTIVE.WORLD",
     "arrival": "bytes of a reduced slice -> us of its sum over ranks; .WORLD",
     "host_copy": "bytes of one copy -> share of host_link_bytes_per_s",

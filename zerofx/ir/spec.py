@@ -192,7 +192,8 @@ class OpSpec:
             the tier of its result. takes: inputs that it may read although no other op may.
     Time
         lane, verb ("AG") and the meaning of the verb. task: appends its tasks to a
-            `analysis.task_walk.Walk`. sends: the collectives of a node; `moves`: its copies between
+            `analysis.task_walk.Walk`; finishes: for a launch, those of its wait once the data is
+            there. sends: the collectives of a node; `moves`: its copies between
             tiers; both as `Payload` (see `analysis.traffic`).
     Memory
         hold: the storages of its result (see `analysis.places.Places`). arrive: the same
@@ -240,6 +241,7 @@ class OpSpec:
     verb: str = ""
     means: str = ""
     task: Callable[[Any, fx.Node], None] = _takes_no_time
+    finishes: Callable[[Any, fx.Node], None] = _takes_no_time
     sends: Callable[[Any, fx.Node, int], list[Payload]] = _nothing_moved
     moves: Callable[[Any, str, fx.Node], list[Payload]] = _nothing_moved
 

@@ -46,6 +46,7 @@ from zerofx.ir.spec import (
 from zerofx.ir.text import identifier
 from zerofx.ir.verify_fault import name_of
 from zerofx.ir.verify_values import Numbering, args
+from zerofx.layout.buckets import Mesh
 from zerofx.layout.placements import (
     Cut,
     P,
@@ -85,9 +86,45 @@ def _whole_bytes(node: fx.Node) -> int:
 def _takes(kind: str) -> Any:
     def task(w: Walk, node: fx.Node) -> None:
         axis: Any = node.args[1]
+        if copied := _copied_bytes(w.layout.mesh, node, kind):
+            price = w.found.prices.touch(2 * copied)
+            w.found.computes("pack", f"pack {w.label(node)}", price, info(node))
         w.collective(node, kind, _whole_bytes(node), axis)
 
     return task
+
+
+def _copied_bytes(mesh: Mesh, node: fx.Node, kind: str) -> int:
+    """Return the bytes that are copied to be sent: several values, or one in another order."""
+    given = node.all_input_nodes
+    size = sum(nbytes(value(x)) for x in given)
+    if len(given) > 1 or kind == "all_to_all":
+        return size
+    is_copied = not is_dense(value(given[0]))
+    return size if is_copied or (kind == "reduce_scatter" and not _leads(mesh, node)) else 0
+
+
+def _finishes(kind: str) -> Any:
+    """Return the tasks of a wait: the sum of what has arrived, or its copy into the whole value."""
+
+    def finishes(w: Walk, node: fx.Node) -> None:
+        axis: Any = node.args[1]
+        mesh, size = w.layout.mesh, nbytes(value(node))
+        ranks = mesh.along(axis)
+        if kind == "all_reduce":  # two ranks swap whole values
+            w.arrive(node, size if ranks == 2 else size // ranks, ranks)
+        elif kind == "reduce_scatter":
+            w.arrive(node, size, ranks)
+        elif kind == "all_to_all" or not _leads(mesh, node):
+            price = w.found.prices.touch(2 * size)
+            w.found.computes("store", f"join {w.label(node)}", price, info(node))
+
+    return finishes
+
+
+def _leads(mesh: Mesh, node: fx.Node) -> bool:
+    """Return whether parts follow each other in memory, so that a transfer needs no copy."""
+    return leads(value(node.all_input_nodes[0]), _cut_of(node), mesh.is_zigzag(args(node)[1]))
 
 
 def _sends(kind: str) -> Any:
@@ -160,10 +197,7 @@ def _landing(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:
 
 
 def _lands_in_place(p: Places, node: fx.Node) -> bool:
-    axis = args(node)[1]
-    return leads(
-        value(node.all_input_nodes[0]), _cut_of(node), p.program.layout.mesh.is_zigzag(axis)
-    )
+    return _leads(p.program.layout.mesh, node)
 
 
 def _cut_of(node: fx.Node) -> Cut:
@@ -314,6 +348,7 @@ def _define(
             verb=verb,
             means=means,
             task=_takes(kind),
+            finishes=_finishes(kind),
             sends=_sends(kind),
             receives=_receives(kind),
             hold=hold,

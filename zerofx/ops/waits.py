@@ -70,6 +70,7 @@ def _task(w: Walk, node: fx.Node) -> None:
     w.found.ended.add(task)
     if spec.is_reduction:
         w.arrive(launch, nbytes(value(launch)), spec.legs(w.layout.mesh)[-1].size)
+    spec.finishes(w, launch)
 
 
 def _hold(p: Places, node: fx.Node, time: int) -> tuple[Storage, ...]:

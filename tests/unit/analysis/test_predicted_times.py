@@ -58,6 +58,23 @@ def test_plans_of_one_rank_are_alike_and_of_two_ordered(
     assert middle[0, 1] < middle[0, 2] <= middle[3, 2] and middle[1, 2] < middle[3, 2]
 
 
+@pytest.mark.parametrize("axis", ["tensor", "sequence"])
+def test_sums_of_values_take_time_after_their_messages(axis: str) -> None:
+    """Each rank adds up what it received of a value, as of a gradient, before it goes on."""
+    pytest.importorskip("transformers")
+    plan = Cell("gpt2", 1, 2, "aten", axis).plan
+    view = zerofx.predict(captured("gpt2", 1, 2), plan, hardware="cpu-box", world_size=2)
+    spans = {s.task.name: s.task for s in view.forecast.timeline.spans}
+    verb = " AR values v" if axis == "tensor" else " RS values v"
+    sums = [t for name, t in spans.items() if verb in name and "beside" not in name]
+    arrivals = [t for name, t in spans.items() if " arrival v" in name]
+    assert sums and all(t.us > 0 for t in arrivals)
+    needed = {n for t in arrivals for n in t.needs}
+    assert {t.index for t in sums} <= needed
+    if axis == "sequence":  # parts of samples do not follow each other in memory
+        assert [t for name, t in spans.items() if " join v" in name and t.us > 0]
+
+
 def test_every_recorded_region_has_its_price() -> None:
     """What is predicted to take time on the compute lane is what a recording finds there."""
     torch.manual_seed(0)

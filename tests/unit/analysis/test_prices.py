@@ -167,9 +167,9 @@ def test_what_is_convolved_with_channels_last_is_copied_before() -> None:
 
 def test_pools_are_weighed_by_their_windows() -> None:
     (pool,) = [k for k in of_images(FORWARD) if k.kind == POOL]
-    assert pool.heavy_numel == 2 * 8 * 8 * 8 * 9
+    assert pool.window_numel == 2 * 8 * 8 * 8 * 9
     here = hardware(curves={"pool.inductor": [[1000, 2.0]]}, device_type="cpu")
-    assert Roofline(here).kernel_us(pool) == pytest.approx(pool.heavy_numel / 2.0)
+    assert Roofline(here).kernel_us(pool) == pytest.approx(pool.window_numel / 2.0)
     assert [k.kind for k in of_images(FORWARD, compiled=False)].count(BATCH_NORM) == 1
     assert BATCH_NORM not in [k.kind for k in of_images(BACKWARD)]
 
@@ -189,6 +189,71 @@ def test_convolutions_are_priced_between_measured_channels() -> None:
     for name in ("convolution.fp32", "convolution.fp32.forward.5x5.8"):
         with pytest.raises(PlanError, match=r"not named convolution\.FORMAT\.PASS.*Measure it"):
             hardware(curves={name: [[128, 0.1]]})
+
+
+def of_call(target: Any, *shapes: tuple[int, ...], **kwargs: Any) -> Kernel:
+    """Return the kernel of a call; shapes of tensors, or other arguments as they are."""
+    graph = torch.fx.Graph()
+
+    def made(given: Any) -> Any:
+        if not isinstance(given, tuple):
+            return given
+        node = graph.placeholder("x")
+        is_rows = given[-1:] == ("rows",)
+        node.meta["val"] = (
+            torch.zeros(given[0], dtype=torch.long) if is_rows else torch.zeros(given)
+        )
+        return node
+
+    args = tuple(map(made, shapes))
+    node = graph.call_function(target, args, kwargs)
+    real = [a.meta["val"] if isinstance(a, torch.fx.Node) else a for a in args]
+    node.meta["val"] = target(*real, **kwargs)
+    (kernel,) = kernels([node], compiled=False)
+    return kernel
+
+
+def test_functions_of_elements_have_their_own_rates() -> None:
+    """A tanh takes as long as three sigmoids; its backward and a square only multiply."""
+    here = hardware(curves={"heavy.aten": [[1, 4.0]], "heavy.aten.tanh": [[1, 1.0]]})
+    prices, aten = Roofline(here, compiled=False), torch.ops.aten
+    assert prices.kernel_us(of_call(aten.tanh.default, (100,))) == pytest.approx(100.0)
+    assert prices.kernel_us(of_call(aten.sigmoid.default, (100,))) == pytest.approx(25.0)
+    assert prices.kernel_us(of_call(aten.sin.default, (100,))) == pytest.approx(25.0)
+    assert of_call(aten.gelu.default, (100,)).functions == (("erf", 100),)
+    assert of_call(aten.gelu.default, (100,), approximate="tanh").functions == (("tanh", 100),)
+    assert of_call(aten.pow.Tensor_Scalar, (100,), 1.7).functions == (("pow", 100),)
+    for target, more in (
+        (aten.tanh_backward.default, (100,)),
+        (aten.pow.Tensor_Scalar, 3.0),
+        (aten.logical_not.default, None),
+    ):
+        args = ((100,), more) if more is not None else ((100,),)
+        assert not of_call(target, *args).functions, target
+
+
+def test_a_loss_of_labels_reads_one_element_per_row() -> None:
+    aten = torch.ops.aten
+    loss = of_call(aten.nll_loss_forward.default, (64, 1000), (64, "rows"), None, 1, -100)
+    assert loss.nbytes < 1000
+    grads = of_call(aten.nll_loss_backward.default, (), (64, 1000), (64, "rows"), None, 1, -100, ())
+    assert grads.kind == POINTWISE
+    assert grads.nbytes == 64 * 1000 * 4 + 64 * 8 + 2 * 4
+
+
+def test_attentions_of_many_samples_have_the_rate_of_one() -> None:
+    """Short sequences are slow, and more of them are no faster."""
+    here = hardware(
+        dense_flops_per_s={"fp32": 1e9},
+        curves={"attention.fp32": [[4 * 4 * 16 * 16 * 8, 0.1], [1e9, 1.0]]},
+    )
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    for samples, heads in ((1, 4), (8, 4), (1, 32)):
+        shape = (samples, heads, 16, 8)
+        attention = of_call(flash.default, shape, shape, shape)
+        assert attention.flops == samples * heads * 4 * 16 * 16 * 8
+        us = Roofline(here, compiled=False).kernel_us(attention)
+        assert us == pytest.approx(attention.flops / 0.1 / 1e3)
 
 
 def test_ranks_that_compute_at_once_take_longer() -> None:
@@ -215,6 +280,16 @@ def test_what_was_made_long_before_comes_from_memory() -> None:
     assert Roofline(here, world_size=2).touch(15_000).us == pytest.approx(1.0)
     passed = Kernel(POINTWISE, 0.0, 100_000)
     assert Roofline(here).kernel_us(passed) == pytest.approx(1.0)
+
+
+def test_an_all_to_all_is_priced_by_its_curve_or_a_gathers() -> None:
+    """Ranks send each other as much as in an all-gather of as many bytes."""
+    gathers = {"all_gather.direct.2": [[1000, 7.0]], "beside.all_gather.2": [[1000, 3.0]]}
+    here = hardware(curves=gathers, device_type="cpu")
+    assert collective_us(here, "all_to_all", 1000, 2, 1) == pytest.approx(7.0)
+    assert Roofline(here, 2).beside("all_to_all", 1000, 2).us == pytest.approx(3.0)
+    own = dataclasses.replace(here, curves={**gathers, "all_to_all.direct.2": [[1000, 9.0]]})
+    assert collective_us(own, "all_to_all", 1000, 2, 1) == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -118,8 +119,22 @@ _APART_KINDS = (*MULTIPLIES, POOL, OTHER)
 _REDUCTIONS = ("norm", "softmax", "sum", "mean", "var", "amax", "loss", "logsumexp")
 _APART = ("scatter", "index_put", "sort", "embedding_dense_backward", "max_pool", "cumsum", "topk")
 _POOLS = tuple(f"aten.{kind}_pool{dims}d" for kind in ("max", "avg") for dims in (1, 2, 3))
-_LOOKUPS = ("embedding.", "gather.", "index_select", "index.Tensor")
-_HEAVY = ("exp", "tanh", "erf", "gelu", "silu", "sigmoid", "softmax", "log", "pow", "sin", "cos")
+_LOOKUPS = ("embedding.", "gather.", "index_select", "index.Tensor", "nll_loss_forward")
+_UNREAD = {"nll_loss_backward": (1,)}  # op -> arguments of which it reads only the shape
+EXP, TANH, ERF, LOG, POW, SIN = FUNCTIONS = ("exp", "tanh", "erf", "log", "pow", "sin")
+# Ops that take a function of each element. The backward of tanh, sigmoid and softmax takes none.
+_TAKES = {
+    EXP: ("exp", "exp2", "expm1", "sigmoid", "silu", "silu_backward", "_softmax", "_log_softmax",
+          "_log_softmax_backward_data", "logsumexp", "softplus", "softplus_backward", "elu",
+          "log_sigmoid_forward", "log_sigmoid_backward"),
+    TANH: ("tanh", "mish"),
+    ERF: ("erf", "erfc", "gelu", "gelu_backward"),
+    LOG: ("log", "log2", "log10", "log1p", "logaddexp", "xlogy"),
+    POW: ("pow",),
+    SIN: ("sin", "cos", "tan"),
+}  # fmt: skip
+_FUNCTION_OF = {op: function for function, ops in _TAKES.items() for op in ops}
+_MULTIPLIED = (-2, -1, -0.5, 0, 0.5, 1, 2, 3)  # exponents of which kernels take no logarithm
 
 
 @dataclass(frozen=True)
@@ -129,17 +144,20 @@ class Kernel:
     kind: "matmul", "convolution", "attention", "pool", or by its memory access:
         "pointwise", "reduction", "batch_norm" (statistics of samples), "layout" (a copy into
         another layout), "other".
-    nbytes: bytes read and written. heavy_numel: elements of exponentials and similar functions; for
-        a pool, the elements of all windows. dtype: format of its products. convolution: the pass of
-        a convolution.
+    nbytes: bytes read and written. functions: exponentials and the like, each with the number of
+        elements that it is taken of. window_numel: of a pool, the elements of all windows. dtype:
+        format of its products. convolution: the pass of a convolution. attended: of an attention,
+        queries x keys x width of one head.
     """
 
     kind: str
     flops: float
     nbytes: int
-    heavy_numel: int = 0
+    functions: tuple[tuple[str, int], ...] = ()
+    window_numel: int = 0
     dtype: torch.dtype = torch.float32
     convolution: ConvolutionPass | None = None
+    attended: int = 0
 
 
 def kernels(nodes: Sequence[fx.Node], compiled: bool, on_cpu: bool = True) -> tuple[Kernel, ...]:
@@ -191,7 +209,24 @@ def kind_of(node: fx.Node) -> str:
         return OTHER
     if "batch_norm" in name and "backward" not in name:
         return BATCH_NORM
-    return REDUCTION if any(word in name for word in _REDUCTIONS) else POINTWISE
+    is_reduction = any(word in name for word in _REDUCTIONS) and "loss_backward" not in name
+    return REDUCTION if is_reduction else POINTWISE
+
+
+def function_of(node: fx.Node) -> str:
+    """Return the function that a node takes of each element; "" if it only adds and multiplies."""
+    function = _FUNCTION_OF.get(_op_name(node), "")
+    if function == POW and node.args[1] in _MULTIPLIED:
+        return ""
+    if function == ERF and node.kwargs.get("approximate") == TANH:
+        return TANH
+    return function
+
+
+def _op_name(node: fx.Node) -> str:
+    """Return the name of an ATen op without its overload: `tanh`."""
+    namespace, _, rest = str(node.target).partition(".")
+    return rest.partition(".")[0] if namespace == "aten" else ""
 
 
 def node_flops(node: fx.Node) -> float:
@@ -213,14 +248,26 @@ def _value(argument: Any) -> Any:
 
 def _of_attention(node: fx.Node) -> float:
     """Count two products forward, five backward, of size heads x queries x keys."""
+    found = _query_and_key(node)
+    if found is None:
+        return 0.0
+    query, key = found
+    products = 5 if "backward" in str(node.target) else 2
+    return products * 2.0 * query.numel() * key.shape[-2]
+
+
+def _query_and_key(node: fx.Node) -> tuple[Tensor, Tensor] | None:
+    """Return the query and the key of an attention or of its backward, None of another node."""
     tensors = [v for n in node.all_input_nodes if isinstance(v := value(n), torch.Tensor)]
     full = [t for t in tensors if t.dim() == 4]
-    if len(full) < 3:
-        return 0.0
-    is_backward = "backward" in str(node.target)
-    query, key = (full[1], full[2]) if is_backward else (full[0], full[1])
-    products = 5 if is_backward else 2
-    return products * 2.0 * query.numel() * key.shape[-2]
+    if "attention" not in str(node.target) or len(full) < 3:
+        return None
+    return (full[1], full[2]) if "backward" in str(node.target) else (full[0], full[1])
+
+
+def _attended(node: fx.Node) -> int:
+    found = _query_and_key(node)
+    return 0 if found is None else found[0].shape[-2:].numel() * found[1].shape[-2]
 
 
 def _of_experts(node: fx.Node) -> float:
@@ -298,20 +345,26 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
     reads: dict[fx.Node, int] = {}
     for node in group:
         rows_only = any(word in f"{node.target}" for word in _LOOKUPS)
+        unread = [node.args[i] for i in _UNREAD.get(_op_name(node), ())]
         for given in node.all_input_nodes:
             source = _source(given)
-            if source in inside:
+            if source in inside or given in unread:
                 continue
             size = min(_span(given), nbytes(value(node)) if rows_only else _span(given))
             reads[source] = max(reads.get(source, 0), size)
     writes = sum(nbytes(value(n)) for n in group if len(group) == 1 or _leaves(n, inside))
     first = value(group[0])
     tensor = first if isinstance(first, torch.Tensor) else next(iter(_tensors_in(first)))
-    heavy = sum(_numel(n) for n in group if any(w in str(n.target) for w in _HEAVY))
-    if kind == POOL:
-        heavy = tensor.numel() * _window(group[0])
+    taken: Counter[str] = Counter()
+    for node in group:
+        if function := function_of(node):
+            taken[function] += _numel(node)
+    windows = tensor.numel() * _window(group[0]) if kind == POOL else 0
     flops = sum(node_flops(n) for n in group) if kind in MULTIPLIES else 0.0
-    return Kernel(kind, flops, sum(reads.values()) + writes, heavy, tensor.dtype)
+    return Kernel(
+        kind, flops, sum(reads.values()) + writes, tuple(taken.items()), windows, tensor.dtype,
+        attended=_attended(group[0]) if kind == ATTENTION else 0,
+    )  # fmt: skip
 
 
 def _window(node: fx.Node) -> int:

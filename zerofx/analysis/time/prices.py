@@ -22,7 +22,6 @@ from torch import fx
 
 from zerofx.analysis.time.kernels import (
     ATTENTION,
-    POOL,
     PRODUCT,
     WINDOWS,
     ConvolutionPass,
@@ -48,6 +47,7 @@ FORMATS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 PRODUCT_SHARE, MEMORY_SHARE = 0.7, 0.85
 # Without a curve: the rate of an attention kernel relative to a product of as many operations.
 ATTENTION_SHARE = 0.6
+ATTENTION_HEADS = 4  # of the attention of one sample that a curve is measured with
 ADAM_BYTES = 28  # per element: reads parameter, gradient, two moments; writes all but the gradient
 # The fixed cost of calls, in launches: guards, agreement between ranks, autograd, results.
 CALLS = {"forward": 12, "backward": 12, "step": 8}
@@ -127,12 +127,20 @@ class Roofline:
             rate = rates.get(form) or rates[next(iter(rates))]
             arithmetic = kernel.flops / (rate * self._product_share(kernel, form))
         traffic = kernel.nbytes / self._memory_rate(kernel.kind, max(kernel.nbytes, 1))
-        heavy = self._alone(f"{'pool' if kernel.kind == POOL else 'heavy'}.{self._how}")
-        exponentials = 0.0
-        if heavy is not None and kernel.heavy_numel and not kernel.flops:
-            exponentials = kernel.heavy_numel / heavy.at(kernel.heavy_numel)
+        pool = self._alone(f"pool.{self._how}")
+        windows, functions = 0.0, 0.0
+        if pool is not None and kernel.window_numel:
+            windows = kernel.window_numel / pool.at(kernel.window_numel)
+        if not kernel.flops:
+            functions = sum(self._function_us(*each) for each in kernel.functions)
         least = self.hardware.launch_us if self.is_inline and not self.compiled else 0.0
-        return max(_US * max(arithmetic, traffic), exponentials, least)
+        return max(_US * max(arithmetic, traffic), windows, functions, least)
+
+    def _function_us(self, function: str, numel: int) -> float:
+        """Return the time of a function of each element: by its own curve, or by exp's."""
+        names = (f"heavy.{self._how}.{function}", f"heavy.{self._how}")
+        curve = next((c for c in map(self._alone, names) if c is not None), None)
+        return 0.0 if curve is None else numel / curve.at(numel)
 
     @property
     def _how(self) -> str:
@@ -144,7 +152,9 @@ class Roofline:
             return grid
         own = self._alone(f"{kernel.kind}.{form}")
         if own is not None:
-            return own.at(kernel.flops)
+            # more heads and samples are more calls of the same size
+            size = 4.0 * ATTENTION_HEADS * kernel.attended
+            return own.at(size if kernel.attended else kernel.flops)
         product = self._alone(f"{PRODUCT}.{form}")
         share = PRODUCT_SHARE if product is None else product.at(kernel.flops)
         return share * (ATTENTION_SHARE if kernel.kind == ATTENTION else 1.0)
@@ -195,7 +205,8 @@ class Roofline:
         return _price(collective_us(self.hardware, kind, nbytes, ranks, stride), nbytes)
 
     def beside(self, kind: str, nbytes: int, ranks: int) -> Price:
-        found = nearest_world(self.hardware, f"beside.{kind}.", ranks)
+        curves = (nearest_world(self.hardware, f"beside.{k}.", ranks) for k in alike(kind))
+        found = next((each for each in curves if each is not None), None)
         if not self.is_inline:
             return _price(0.0)
         if found is None:  # the compute cores also send
@@ -284,6 +295,11 @@ def collective_us(hardware: Hardware, kind: str, nbytes: int, ranks: int, stride
     return ring
 
 
+def alike(kind: str) -> tuple[str, ...]:
+    """Return the kinds whose curves price a kind: its own, and one with the same messages."""
+    return (kind, "all_gather") if kind == "all_to_all" else (kind,)
+
+
 @dataclass(frozen=True)
 class Measured:
     """A curve over bytes that was measured among `world` ranks."""
@@ -306,8 +322,9 @@ def nearest_world(hardware: Hardware, prefix: str, ranks: int) -> Measured | Non
 
 
 def _measured_us(hardware: Hardware, kind: str, nbytes: int, ranks: int) -> float | None:
-    for algorithm in ("direct", "native"):
-        found = nearest_world(hardware, f"{kind}.{algorithm}.", ranks)
+    names = [f"{each}.{how}." for each in alike(kind) for how in ("direct", "native")]
+    for name in names:
+        found = nearest_world(hardware, name, ranks)
         if found is not None:
             parts = (ranks - 1) / ranks * found.world / (found.world - 1)
             return parts * found.curve.time_at(max(nbytes, 1))

@@ -481,7 +481,7 @@ class Walk:
         """Append this rank's work on a reduced slice: summing received parts, or scaling."""
         self.found.ended.add(self.behind[launch])
         price = self.found.prices.arrival(size, ranks)
-        name = f"arrival b{info(launch).index}"
+        name = f"arrival {self.label(launch)}"
         self.behind[launch] = self.found.computes("arrival", name, price, info(launch))
 
     def label(self, node: fx.Node) -> str:

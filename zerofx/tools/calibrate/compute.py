@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zerofx.tools.calibrate.probe import Probe, Work, in_turn
+from zerofx.analysis.time.kernels import ERF, LOG, POW, SIN, TANH
+from zerofx.analysis.time.prices import ATTENTION_HEADS
+from zerofx.tools.calibrate.probe import TURNS, Probe, Work, in_turn
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WIDTHS = (32, 64, 128, 256, 512, 1024)  # of a linear, with 4 times as many columns
 ROWS = 256
 LENGTHS = (64, 256, 512)
-HEADS, HEAD_WIDTH = 4, 64
+HEADS, HEAD_WIDTH = ATTENTION_HEADS, 64
 # Bytes of one tensor: from the first-level cache to well beyond the last.
 TENSOR_BYTES = (16 << 10, 128 << 10, 1 << 20, 8 << 20, 64 << 20)
 COMPILED_BYTES = (128 << 10, 1 << 20, 16 << 20)
+FUNCTION_BYTES = (1 << 20,)  # functions compute: their rates hardly depend on the size
+KEPT_BYTES = 64 << 20  # of results that stay alive: more than the caches hold
 NORM_WIDTH = 256
 IMAGES, CHANNELS, HEIGHT = 8, 64, 8  # of batch norms and pools: the width fills a tensor's bytes
 WINDOW, STRIDE = 3, 2
@@ -48,18 +54,21 @@ def _linear(width: int, dtype: torch.dtype) -> Work:
 
 
 def attentions() -> list[Probe]:
-    """Return causal attention, forward and backward, by length and format."""
+    """Return causal attention, forward and backward, by length and format.
+
+    Short sequences come in batches: the rate depends on the length, not on the number of samples.
+    """
     probes = []
     for name, dtype in FORMATS.items():
         for length in LENGTHS:
-            product = 2.0 * HEADS * length * length * HEAD_WIDTH
-            make = partial(in_turn, partial(_attention, length, dtype))
-            probes.append(Probe(f"attention.{name}", 2 * product, 7 * product, make))
+            product, samples = 2.0 * HEADS * length * length * HEAD_WIDTH, LENGTHS[-1] // length
+            make = partial(in_turn, partial(_attention, samples, length, dtype))
+            probes.append(Probe(f"attention.{name}", 2 * product, 7 * product * samples, make))
     return probes
 
 
-def _attention(length: int, dtype: torch.dtype) -> Work:
-    shape = (1, HEADS, length, HEAD_WIDTH)
+def _attention(samples: int, length: int, dtype: torch.dtype) -> Work:
+    shape = (samples, HEADS, length, HEAD_WIDTH)
     q, k, v = (torch.randn(shape).to(dtype).requires_grad_() for _ in range(3))
     grad = torch.randn(shape).to(dtype)
 
@@ -72,8 +81,8 @@ def _attention(length: int, dtype: torch.dtype) -> Work:
 
 # -- pointwise work and reductions ------------------------------------------------------------
 def pointwise(a: Tensor, b: Tensor) -> Tensor:
-    """Read two, write one."""
-    return a + b
+    """Read two, write one. Repeated differences of the last two results stay small."""
+    return a - b
 
 
 def heavy(a: Tensor, b: Tensor) -> Tensor:
@@ -82,8 +91,9 @@ def heavy(a: Tensor, b: Tensor) -> Tensor:
 
 
 def reduction(a: Tensor, b: Tensor) -> Tensor:
-    """Read one twice, write one: a norm over rows."""
-    return F.layer_norm(a.view(-1, NORM_WIDTH), (NORM_WIDTH,))
+    """Read one twice, write one: a norm over rows. Without a weight, ATen's is not vectorized."""
+    weight, bias = b[:NORM_WIDTH], b[NORM_WIDTH : 2 * NORM_WIDTH]
+    return F.layer_norm(a.view(-1, NORM_WIDTH), (NORM_WIDTH,), weight, bias)
 
 
 def batch_norm(a: Tensor, b: Tensor) -> Tensor:
@@ -113,17 +123,31 @@ KERNELS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "pointwise": pointwise, "heavy": heavy, "reduction": reduction, "batch_norm": batch_norm,
     "pool": pool,
 }  # fmt: skip
-COMPILED = KERNELS | {"batch_norm": batch_norm_of_rows, "layout": layout}
+# Functions of each element whose rates differ from that of an exponential.
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    TANH: lambda a, b: torch.tanh(a),
+    ERF: lambda a, b: torch.erf(a),
+    LOG: lambda a, b: torch.log(b),
+    POW: lambda a, b: torch.pow(b, 1.7),
+    SIN: lambda a, b: torch.sin(a),
+}
+COMPILED = KERNELS | FUNCTIONS | {"batch_norm": batch_norm_of_rows, "layout": layout}
 # Tensors read and written; of the others the elements that are worked on, one for one of `a`'s.
 PASSED = {"pointwise": 3, "reduction": 2, "batch_norm": 2, "layout": 2}
 COLD = ("layout",)  # weights, which those of other layers have evicted from the caches
+CHAINED = ("pointwise", "reduction")  # each reads what the ones before have written
 SLOW = ("batch_norm", "pool")  # op by op: their rates end before the largest tensors
-ELEMENTS = {"heavy": 1.0, "pool": WINDOW**2 / STRIDE**2}
+ELEMENTS = {"heavy": 1.0, "pool": WINDOW**2 / STRIDE**2, **dict.fromkeys(FUNCTIONS, 1.0)}
 
 
 def operands(nbytes: int) -> tuple[Tensor, Tensor]:
-    """Return two flat tensors of this many bytes."""
-    return torch.randn(nbytes // 4), torch.randn(nbytes // 4)
+    """Return two flat tensors of this many bytes; the second one's elements are positive."""
+    return torch.randn(nbytes // 4), torch.rand(nbytes // 4) + 0.5
+
+
+def sizes_of(kind: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sizes at which a kind is measured."""
+    return FUNCTION_BYTES if kind in FUNCTIONS else sizes
 
 
 def memories(
@@ -133,13 +157,14 @@ def memories(
     """Return probes of passes over memory, exponentials and pools, for one kind of kernels."""
     probes = []
     for kind in kinds:
-        for size in sizes:
+        for size in sizes_of(kind, sizes):
             make = partial(_memory, function_of, kind, size)
             if kind in COLD:
                 make = partial(in_turn, make)
             if kind in ELEMENTS:
                 worked = ELEMENTS[kind] * size / 4
-                probes.append(Probe(f"{kind}.{how}", worked, worked, make))
+                curve = f"heavy.{how}.{kind}" if kind in FUNCTIONS else f"{kind}.{how}"
+                probes.append(Probe(curve, worked, worked, make))
             else:
                 moved = PASSED[kind] * size
                 probes.append(Probe(f"memory.{kind}.{how}", moved, moved, make))
@@ -149,13 +174,29 @@ def memories(
 def _memory(function_of: Callable[[str, int], Callable], kind: str, size: int) -> Work:
     a, b = operands(size)
     function = function_of(kind, size)
-    return lambda: function(a, b)
+    return _chain(function, a, b, kind) if kind in CHAINED else lambda: function(a, b)
+
+
+def _chain(function: Callable[[Tensor, Tensor], Any], a: Tensor, b: Tensor, kind: str) -> Work:
+    """Return a call that reads what the one or two before have returned, as ops of a step do.
+
+    The results of many calls stay alive, as backward needs them. Each is thus written into memory
+    that was used long before, not into that of the previous result, which a cache still holds.
+    """
+    kept = deque([b, a], maxlen=2 + min(TURNS, KEPT_BYTES // a.nbytes))
+
+    def work() -> None:
+        found = function(kept[-1], kept[-2] if kind == "pointwise" else b)
+        kept.append((found[0] if isinstance(found, (list, tuple)) else found).view(-1))
+
+    return work
 
 
 def aten() -> list[Probe]:
     """Return pointwise work op by op."""
     small, large = [k for k in KERNELS if k in SLOW], [k for k in KERNELS if k not in SLOW]
     probes = memories("aten", small, TENSOR_BYTES[:-1], lambda kind, size: KERNELS[kind])
+    probes += memories("aten", FUNCTIONS, TENSOR_BYTES, lambda kind, size: FUNCTIONS[kind])
     return probes + memories("aten", large, TENSOR_BYTES, lambda kind, size: KERNELS[kind])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerofx.compat.inductor import compile_region, inductor_problem, load_artifact
 from zerofx.errors import DoctorError
-from zerofx.tools.calibrate.compute import COMPILED, COMPILED_BYTES, memories, operands
+from zerofx.tools.calibrate.compute import COMPILED, COMPILED_BYTES, memories, operands, sizes_of
 from zerofx.tools.calibrate.probe import Probe
 
 
@@ -19,7 +19,7 @@ def compile_all(folder: Path) -> str:
     if problem := inductor_problem():
         return problem
     for kind in COMPILED:
-        for size in COMPILED_BYTES:
+        for size in sizes_of(kind, COMPILED_BYTES):
             spec = ("float32", (size // 4,), (1,), "cpu")
             made = compile_region(_graph(kind, size), (spec, spec), _path(folder, kind, size))
             if made is None:

@@ -39,6 +39,7 @@ def launches(world: World, size: int) -> dict[str, Launch]:
         "reduce_scatter": lambda: world.reduce_scatter(shard, full, 1.0),
         "all_reduce": lambda: world.all_reduce(out, 0.5),
         "broadcast": lambda: world.broadcast(out),
+        "all_to_all": lambda: world.all_to_all(list(out.chunk(ranks)), list(full.chunk(ranks))),
     }
 
 
@@ -59,8 +60,8 @@ def transfers(world: World, algorithms: Algorithms) -> list[Probe]:
     for name in ("direct", "native"):
         for size in FULL_BYTES:
             for kind, launch in launches(world, size).items():
-                if kind == "all_reduce" and name == "native":
-                    continue  # gloo's own is not used
+                if kind in ("all_reduce", "all_to_all") and name == "native":
+                    continue  # gloo's own are not used
                 make = partial(_transfer, launch, name, algorithms)
                 curve = f"{kind}.{name}.{world.size}"
                 probes.append(Probe(curve, size, size, make, calls=_calls(size)))
