@@ -37,8 +37,8 @@ from zerofx.model.namespace import make_scaler
 from zerofx.model.programs import load_directory
 from zerofx.passes.cut_stages import with_positions
 from zerofx.passes.order import Setting
+from zerofx.passes.parts import with_parts
 from zerofx.passes.pipeline import run
-from zerofx.passes.place import with_parts
 from zerofx.passes.placement import (
     compute_dtype,
     module_dtypes,

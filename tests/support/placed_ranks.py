@@ -17,6 +17,7 @@ from zerofx.ir.program import Program
 from zerofx.layout.buckets import Mesh
 from zerofx.layout.placements import Cut, Owned, P, R, join, part, serves
 from zerofx.plan.parts import Parallel
+from zerofx.runtime.capacity import Drops
 from zerofx.runtime.graph_calls import GraphCalls
 
 
@@ -137,7 +138,9 @@ def on_axes(parallel: Parallel, body: Callable[[int, Any], Any]) -> list[Any]:
             for axis in parallel.value_axes
         }
         world = SimpleNamespace(axis=axes.__getitem__)
-        engine = SimpleNamespace(world=world, layout=layout, wait=lambda flight: flight.wait())
+        engine = SimpleNamespace(
+            world=world, layout=layout, wait=lambda flight: flight.wait(), drops=Drops()
+        )
         return body(rank, engine)
 
     return on_threads(len(ranks), list(meetings.values()), run)

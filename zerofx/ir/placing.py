@@ -182,7 +182,7 @@ _LINEAR = {
 }  # fmt: skip
 _SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
 _SCALED = {_aten.mul.Tensor, _aten.div.Tensor}
-_POINT = {
+POINTWISE = {
     *_LINEAR, *_SUMS, *_SCALED, _aten.add.Scalar, _aten.sub.Scalar, _aten.rsub.Scalar,
     _aten.pow.Tensor_Scalar, _aten.pow.Tensor_Tensor, _aten.rsqrt.default, _aten.sqrt.default,
     _aten.reciprocal.default, _aten.exp.default, _aten.log.default, _aten.cos.default,
@@ -204,7 +204,7 @@ _POINT = {
 }  # fmt: skip
 
 
-@rule_for(*_POINT)
+@rule_for(*POINTWISE)
 def _point(call: WholeCall) -> Iterator[Way]:
     """A part of the result needs the same part of all inputs; linear calls keep partial sums."""
     shape, count = call.shape, len(call.operands)
@@ -500,11 +500,11 @@ def _addmm(call: WholeCall) -> Iterator[Way]:
 
 
 # -- products of experts --------------------------------------------------------------------------
-_GROUPED = (_aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
-_GROUPED_BACKWARD = "transformers.grouped_mm_fallback_backward.default"
+GROUPED = (_aten._grouped_mm.default, "transformers.grouped_mm_fallback.default")
+GROUPED_BACKWARD = "transformers.grouped_mm_fallback_backward.default"
 
 
-@rule_for(*_GROUPED)
+@rule_for(*GROUPED)
 def _grouped_product(call: WholeCall) -> Iterator[Way]:
     """Multiply rows [rows, in], in groups, each by its own matrix of [groups, in, out].
 
@@ -545,7 +545,7 @@ def _own(operand: Operand, owned: Owned) -> Placement:
     return owned if operand.now == owned else R
 
 
-@rule_for(_GROUPED_BACKWARD)
+@rule_for(GROUPED_BACKWARD)
 def _grouped_product_backward(call: WholeCall) -> Iterator[Way]:
     """Yield the ways to compute the gradients of the rows and of the matrices."""
     x, weight, ends, grad = call.operands
@@ -558,6 +558,32 @@ def _grouped_product_backward(call: WholeCall) -> Iterator[Way]:
         yield Way((R, Cut(2, groups), R, Cut(1, groups)), (P, Cut(2, groups)))
     for groups in {_groups(weight, 1), _groups(x, 1), 1}:
         yield Way((Cut(1, groups), Cut(1, groups), R, R), (Cut(1, groups),) * 2)
+
+
+# -- rows in slots of experts -------------------------------------------------------------------
+@rule_for("zerofx.expert_slots.default")
+def _expert_slots(call: WholeCall) -> Iterator[Way]:
+    """Rows of a part fill slots of their own: each rank gives them to the rows of its part."""
+    *given, groups, parts = call.args
+    if parts == call.ranks and not call.zigzag:
+        cut = Cut(0, groups)
+        yield Way((cut,), (Cut(1), cut), (*given, groups, 1))
+
+
+@rule_for("zerofx.rows_to_slots.default")
+def _rows_to_slots(call: WholeCall) -> Iterator[Way]:
+    x, rows, groups, parts, per = call.args
+    yield Way((P, R), P)
+    if parts == call.ranks and not call.zigzag:
+        yield Way((Cut(0, groups), Cut(1)), Cut(1), (x, rows, groups, 1, per))
+
+
+@rule_for("zerofx.rows_from_slots.default")
+def _rows_from_slots(call: WholeCall) -> Iterator[Way]:
+    x, slots, groups, parts = call.args
+    yield Way((P, R), P)
+    if parts == call.ranks and not call.zigzag:
+        yield Way((Cut(1), Cut(0, groups)), Cut(0, groups), (x, slots, groups, 1))
 
 
 # -- rows of experts ------------------------------------------------------------------------------
@@ -581,7 +607,7 @@ _RESHAPED = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.defau
 def _owned_ways(call: WholeCall) -> Iterator[Way]:
     """Yield the way that leaves each row with its owner, and zeros on the other ranks."""
     for own in {o.now: None for o in call.operands if isinstance(o.now, Owned)}:
-        if call.target in _POINT:
+        if call.target in POINTWISE:
             needs = _owned_needs(call, own)
             if _is_zero_with(call, [need == own for need in needs]):
                 yield Way(needs, own)
@@ -673,6 +699,18 @@ def _softmax(call: WholeCall) -> Iterator[Way]:
     x = call.operand(0)
     if isinstance(x.now, Cut) and x.now.dim != _dim(call.args[1], x.dim):
         yield Way((x.now,), x.now)
+
+
+@rule_for(_aten.topk.default, _aten.max.dim, _aten.min.dim)
+def _largest(call: WholeCall) -> Iterator[Way]:
+    """Values and positions along a dimension that is whole."""
+    x = call.operand(0)
+    is_topk = call.target is _aten.topk.default
+    dim = _dim(call.argument(2 if is_topk else 1, -1), x.dim)
+    if isinstance(x.now, Cut) and x.now.dim != dim:
+        keeps = is_topk or call.argument(2, False)
+        cut = x.now if keeps else Cut(x.now.dim - (dim < x.now.dim), x.now.groups)
+        yield Way((x.now,), (cut, cut))
 
 
 @rule_for(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
@@ -773,6 +811,16 @@ def _gather(call: WholeCall) -> Iterator[Way]:
     for cut in {o.now: None for o in (x, ids) if isinstance(o.now, Cut)}:
         if cut.dim != dim and x.shape[cut.dim] == ids.shape[cut.dim]:
             yield Way((cut, cut), cut)
+
+
+@rule_for(_aten.scatter.src)
+def _scatter(call: WholeCall) -> Iterator[Way]:
+    """Values written along a dimension that is whole."""
+    x, ids, given = call.operands
+    dim = _dim(call.args[1], x.dim)
+    for cut in {o.now: None for o in call.operands if isinstance(o.now, Cut)}:
+        if cut.dim != dim and x.shape[cut.dim] == ids.shape[cut.dim] == given.shape[cut.dim]:
+            yield Way((cut, cut, cut), cut)
 
 
 # -- layers ---------------------------------------------------------------------------------------

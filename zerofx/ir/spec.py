@@ -156,6 +156,17 @@ class Bounded:
 
 
 @dataclass(frozen=True)
+class Capped:
+    """The op gives some rows no slot if there are more than an expert's capacity.
+
+    The proof compares with the call as it is, after the pass that has inserted it.
+    """
+
+    def __str__(self) -> str:
+        return "without the rows beyond each expert's capacity"
+
+
+@dataclass(frozen=True)
 class Payload:
     """The data that one launch moves. what: the collective's kind or the copy's lane of traffic.
 
@@ -216,7 +227,7 @@ class OpSpec:
     Proof
         order: checks it and records its effect on memory (see `ir.order.Order`); end: the check of
             its wait. erase: the digest of its value (see `ir.verify_values.Numbering`). precision:
-            `Exact` or `Bounded`. oracle: for the independent executor of the tests.
+            `Exact`, `Bounded` or `Capped`. oracle: for the independent executor of the tests.
     """
 
     schema: str
@@ -266,7 +277,7 @@ class OpSpec:
 
     lies: Callable[..., Any] | None = None
     end: Callable[[Any, fx.Node, fx.Node], None] | None = None
-    precision: Exact | Bounded = Exact()
+    precision: Exact | Bounded | Capped = Exact()
     oracle: Callable[..., Any] | None = None
 
     @property

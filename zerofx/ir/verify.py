@@ -18,7 +18,7 @@ from zerofx.ir.meta import OutputInfo, Role, info, value
 from zerofx.ir.order import Crossing, Order
 from zerofx.ir.placing import check_placed
 from zerofx.ir.program import BACKWARD, FORWARD, JOINT, Fact, Planned, Program, Reference, Sum
-from zerofx.ir.spec import Bounded, Kind, kind_of, spec_of
+from zerofx.ir.spec import Bounded, Capped, Kind, kind_of, spec_of
 from zerofx.ir.text import few
 from zerofx.ir.verify_fault import fault, name_of, user_line
 from zerofx.ir.verify_values import SHORT, Numbering, Output, args, digest, label_of, sum_digest
@@ -200,11 +200,11 @@ def verify(program: Planned) -> None:
     check_stage(program)
 
 
-def bounds(program: Program) -> dict[str, Bounded]:
+def bounds(program: Program) -> dict[str, Bounded | Capped]:
     """Return the declared error of each inexact op of a program."""
     called = (spec_of(n) for gm in program.graphs.values() for n in gm.graph.nodes)
     found = {spec.name: spec.precision for spec in called if spec is not None}
-    return {name: rule for name, rule in found.items() if isinstance(rule, Bounded)}
+    return {name: rule for name, rule in found.items() if isinstance(rule, (Bounded, Capped))}
 
 
 def check_precision(program: Planned) -> None:

@@ -290,10 +290,10 @@ def _ask_workspace(steps: int, batch: int, features: int, cells: int) -> int:
     from zerofx.compat.tracing import without_dispatch_modes  # only captures ask
 
     with without_dispatch_modes():
-        like = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
-        state, bias = like(batch, cells), like(4 * cells)
-        weights = [like(4 * cells, features), like(4 * cells, cells), bias, bias]
-        found = _direction_op(like(steps, batch, features), state, state, weights, False, True, 0)
+        zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+        state, bias = zeros(batch, cells), zeros(4 * cells)
+        weights = [zeros(4 * cells, features), zeros(4 * cells, cells), bias, bias]
+        found = _direction_op(zeros(steps, batch, features), state, state, weights, False, True, 0)
     return int(found[3].numel())
 
 

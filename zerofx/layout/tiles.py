@@ -53,12 +53,12 @@ class Tile:
         return self.index * num_rows, (self.index + 1) * num_rows
 
     @property
-    def split(self) -> Split:
+    def split(self) -> TileSplit:
         """How rows of the whole parameter belong to tiles."""
         if self.part is None or self.part.cut.dim != 0:
-            return Split(1, 1, self.count)
+            return TileSplit(1, 1, self.count)
         groups = self.part.cut.groups
-        return Split(groups, self.part.ranks, self.count // groups)
+        return TileSplit(groups, self.part.ranks, self.count // groups)
 
     @property
     def own_part(self) -> Part | None:
@@ -87,7 +87,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Split:
+class TileSplit:
     """A dimension whose indices belong to tiles: [groups, ranks, tiles of a group, rest]."""
 
     groups: int

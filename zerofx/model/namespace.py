@@ -50,6 +50,7 @@ from zerofx.plan.parts import LossScale, Parallel
 from zerofx.plan.plan import Plan
 from zerofx.policy import reduction
 from zerofx.policy.schedules import num_micro_batches
+from zerofx.runtime.capacity import Dropped
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.loss_scale import LossScaler, ScaleRule
 from zerofx.runtime.regions.swap import Running
@@ -323,6 +324,15 @@ class Namespace:
     def loss_scale(self) -> LossScaler | None:
         """The scale of fp16 gradients and the number of skipped steps; None without scaling."""
         return self.engine.gradients.scaler
+
+    @property
+    def dropped_tokens(self) -> dict[str, Dropped]:
+        """The rows of this rank that got no slot of their expert, and of how many, per layer.
+
+        Those of the last forward with Plan(parallel={"experts": True, "capacity": ...}); a token
+        has one row for each of its experts. Reading it waits for the device.
+        """
+        return self.engine.drops.read()
 
     # -- calls --------------------------------------------------------------------------------
     def call(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

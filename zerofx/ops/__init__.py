@@ -14,6 +14,9 @@ shard. It is omitted if nothing changes. The engine takes the formats from the l
 from zerofx.ops.blocks import all_gather_blocks as all_gather_blocks
 from zerofx.ops.blocks import reduce_scatter_blocks as reduce_scatter_blocks
 from zerofx.ops.buffers import sync_buffers as sync_buffers
+from zerofx.ops.capacity import expert_slots as expert_slots
+from zerofx.ops.capacity import rows_from_slots as rows_from_slots
+from zerofx.ops.capacity import rows_to_slots as rows_to_slots
 from zerofx.ops.experts import grouped_rows as grouped_rows
 from zerofx.ops.experts import grouped_rows_backward as grouped_rows_backward
 from zerofx.ops.experts import grouped_weights as grouped_weights

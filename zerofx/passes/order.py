@@ -27,6 +27,7 @@ from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.offload_activations import OffloadActivations
 from zerofx.passes.offload_shards import OffloadShards
 from zerofx.passes.open_attention import OpenAttention
+from zerofx.passes.open_experts import OpenExperts
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.place import OpenLosses, OpenProducts, Place
 from zerofx.passes.prefetch import PrefetchGathers
@@ -88,6 +89,8 @@ PREPARE: list[Make] = [
     lambda s: OpenLosses(parallel=s.plan.parallel),
     # and for attention around a ring, which sums its blocks one by one
     lambda s: OpenAttention(parallel=s.plan.parallel),
+    # and for experts of a capacity, which drop tokens
+    lambda s: OpenExperts(parallel=s.plan.parallel),
     # after those, which look for the products of whole weights. Before merge-tied for the same
     # reason: a sum over tiles rounds differently
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
@@ -178,8 +181,12 @@ def _lives_away(setting: Setting) -> bool:
 
 
 def _patterns(setting: Setting) -> str:
-    """Return the patterns to fuse. Fusing changes rounding; on CPU only the loss head gains."""
-    if setting.plan.numerics == "bitwise":
+    """Return the patterns to fuse. Fusing changes rounding; on CPU only the loss head gains.
+
+    If values are cut over ranks nothing is fused: no rule says what a kernel does on parts, so that
+    every rank would gather its inputs and compute all of it.
+    """
+    if setting.plan.numerics == "bitwise" or setting.plan.parallel.value_axes:
         return "none"
     return "all" if setting.hardware.device_type == "cuda" else "linear-cross-entropy"
 

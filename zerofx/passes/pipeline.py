@@ -20,7 +20,7 @@ from zerofx.ir.verify import take_reference, take_signature, verify
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.decide import Choices, decide
 from zerofx.passes.order import Setting, build, distance
-from zerofx.passes.place import with_styles_of
+from zerofx.passes.parts import with_styles_of
 from zerofx.plan.fields import nearest
 from zerofx.plan.sizes import format_bytes
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -59,7 +59,7 @@ from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.ir.spec import spec_of
 from zerofx.ir.text import few
 from zerofx.ir.verify_values import SAME_VALUES, Numbering
-from zerofx.layout.buckets import CONTEXT, Layout
+from zerofx.layout.buckets import CONTEXT
 from zerofx.layout.placements import (
     Cut,
     Owned,
@@ -71,63 +71,16 @@ from zerofx.layout.placements import (
     num_chunks,
     serves,
 )
-from zerofx.layout.styles import EXPERTS, cut_of, divides_experts, part_of
+from zerofx.layout.styles import divides_experts
 from zerofx.ops.placed import CONVERSIONS
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.plan.fields import Patterns
+from zerofx.passes.parts import with_parts
 from zerofx.plan.parts import Parallel
 
 log = logging.getLogger("zerofx")
 _aten = torch.ops.aten
 _MEAN, _SUM = 1, 2  # the reductions of a loss
 _NEVER = 1e15  # the price of a conversion that is forbidden: moving a parameter
-
-
-def with_parts(params: Iterable[ParamInfo], parallel: Parallel) -> list[ParamInfo]:
-    """Return the parameters as one rank of the tensor axis holds them, according to their style.
-
-    The slices of a model that brings its own are cut already.
-    """
-    if parallel.brings_slices:
-        return list(params)
-    return [_with_part(p, parallel) for p in params]
-
-
-def with_styles_of(layout: Layout, params: Mapping[str, ParamInfo]) -> dict[str, ParamInfo]:
-    """Return the parameters with the styles by which a layout has cut them.
-
-    A model's layout is made before its first call, so that it may cut less than a graph shows.
-    """
-    if layout.mesh.along("tensor") == 1:
-        return dict(params)
-    parts = {piece.owner: piece.owner_part for b in layout.buckets for piece in b.params}
-    return {name: _in_style_of(parts.get(name), param) for name, param in params.items()}
-
-
-def _in_style_of(part: Part | None, param: ParamInfo) -> ParamInfo:
-    if part is None:
-        return replace(param, style="", is_stack=False)
-    if divides_experts(part):
-        return replace(param, style=EXPERTS, is_stack=False)
-    outputs = part.cut.dim if param.outputs < 0 else param.outputs
-    kind = "colwise" if part.cut.dim == outputs else "rowwise"
-    style = f"{kind}/{part.cut.groups}"
-    return replace(param, style=style, outputs=outputs, is_stack=False)
-
-
-def _with_part(param: ParamInfo, parallel: Parallel) -> ParamInfo:
-    if param.tile is not None:  # cut like the parameter that it is a tile of
-        own = param.tile.own_part
-        return param if own is None else replace(param, shape=own.local, part=own)
-    style = param.style
-    if parallel.experts and param.is_stack and param.shape[0] % parallel.tensor == 0:
-        style = EXPERTS
-    if isinstance(parallel.placements, Patterns):
-        own = (param.name, *param.aliases)
-        names = [*own, *(name.rpartition(".")[0] for name in own)]
-        style = next((s for n in names if (s := parallel.placements.match(n))), style)
-    part = part_of(param.shape, cut_of(style, param.shape, param.outputs), parallel.tensor)
-    return param if part is None else replace(param, shape=part.local, part=part)
 
 
 @dataclass(frozen=True)
@@ -465,6 +418,8 @@ class Place(Pass):
             chosen["attention"] = self.parallel.attention
         if self.parallel.experts:
             chosen["experts"] = True
+        if self.parallel.capacity is not None:
+            chosen["capacity"] = self.parallel.capacity
         return {"tensor": self.parallel.tensor, "sequence": self.parallel.sequence} | chosen
 
 
@@ -758,6 +713,8 @@ class Placing:
             heads = min(operand.shape[1] for operand in whole.operands[:3])
             if heads % self.ranks:
                 self.gathered[info(node).line] = heads
+        if node.target is ops.expert_slots and not self.by_context:  # of a part of the tokens each
+            return next(ways(whole))
         if node not in self.wanted and all(operand.now == R for operand in whole.operands):
             return whole_way(whole)
         found = list(ways(whole))
@@ -914,6 +871,9 @@ class Placing:
             made = self._emit(node, node.target, (source, *node.args[1:]), {}, R, whole)
         elif _is_recut(now, to):
             made = self._convert(node, self.to(node, R), R, to)
+        elif (base := self._turned_base(node, to)) is not None:
+            whole = self._whole(node)
+            made = self._emit(node, node.target, (base, *node.args[1:]), {}, to, whole)
         elif now == R and isinstance(to, Cut) and self._is_spread(node):
             made = self._spread(node, to) or self._convert(node, new, now, to)
         else:
@@ -922,6 +882,15 @@ class Placing:
         if now == P:  # a partial sum is reduced once, for all readers
             self.new[node], self.lies[node] = made, to
         return made
+
+    def _turned_base(self, node: fx.Node, to: Placement) -> fx.Node | None:
+        """Return what a transposed value views, if it was converted to that placement already."""
+        if node.target not in _TURNED or not isinstance(to, Cut):
+            return None
+        source: Any = node.args[0]
+        dims = [d % value(node).dim() for d in node.args[1:]] or [0, 1]
+        before = Cut({dims[0]: dims[1], dims[1]: dims[0]}.get(to.dim, to.dim), to.groups)
+        return self.made.get(self._key(source, before))
 
     def _is_spread(self, node: fx.Node) -> bool:
         """Return whether a value is computed element by element from smaller ones.

@@ -17,9 +17,9 @@ from zerofx.ir.meta import Info, OutputInfo, Phase, Role, info, set_info, value
 from zerofx.ir.program import JOINT, ParamInfo, Planned
 from zerofx.layout import tiles as layout_tiles
 from zerofx.layout.buckets import Layout
-from zerofx.layout.tiles import Split
+from zerofx.layout.tiles import TileSplit
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.passes.place import with_parts
+from zerofx.passes.parts import with_parts
 from zerofx.passes.tiling import choose_tiles, describe, tile_info, tiles_of_param, with_tiles
 from zerofx.plan.plan import Plan
 
@@ -190,7 +190,7 @@ class Builder:
     split: how a dimension that counts rows of the weight belongs to its tiles.
     """
 
-    def __init__(self, point: fx.Node, count: int, split: Split) -> None:
+    def __init__(self, point: fx.Node, count: int, split: TileSplit) -> None:
         self._point, self.count, self.split = point, count, split
         self._parts: dict[tuple[fx.Node, int], list[fx.Node]] = {}
 
@@ -482,7 +482,7 @@ class TiledWeight:
     """
 
     def __init__(
-        self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None, split: Split
+        self, weight: fx.Node, tiles: Sequence[fx.Node], gradient: fx.Node | None, split: TileSplit
     ) -> None:
         self.weight, self.tiles, self.gradient, self.split = weight, tiles, gradient, split
         self.ops: list[TiledOp] = []

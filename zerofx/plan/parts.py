@@ -253,6 +253,15 @@ def _placements(where: str, value: Any) -> str | Patterns:
     return one_of("auto", MODEL)(where, value)
 
 
+def _capacity(where: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:
+        raise refuse(where, value, "are None and numbers above 0", "for example 1.25")
+    return float(value)
+
+
 def _micro_batches(where: str, value: Any) -> str | int:
     return value if value == "auto" else whole(1)(where, value)
 
@@ -273,6 +282,9 @@ class Parallel:
     sequence: whether each of them holds part of the sequence between layers (sequence parallelism).
     experts: whether each of them holds some experts of a mixture whole (expert parallelism), rather
         than some hidden units of every expert.
+    capacity: with `experts`, sends each token only to the ranks of its experts. An expert takes up
+        to capacity * k / experts of a rank's tokens if each has k experts, and drops further ones
+        in the order of the sequence. experts / k drops none. None sends whole tokens to all ranks.
     context: ranks that share each sequence: every value between layers is cut along it. The states
         of the ZeRO stage are sharded over these ranks too. They need the same samples.
     attention: "heads": each rank of the context axis computes attention for a part of the heads.
@@ -309,6 +321,7 @@ class Parallel:
     tensor: int = spec_field(1, whole(1))
     sequence: bool = spec_field(False, flag)
     experts: bool = spec_field(False, flag)
+    capacity: float | None = spec_field(None, _capacity)
     context: int = spec_field(1, whole(1))
     attention: str = spec_field("heads", one_of("heads", "ring"))
     placements: str | Patterns = spec_field("auto", _placements)
@@ -345,6 +358,16 @@ class Parallel:
             raise PlanError(
                 f"Plan.parallel.experts = True contradicts {other}: zerofx divides experts among "
                 "the ranks of the tensor axis. Set tensor alone, or drop experts."
+            )
+        if self.capacity is not None and not self.experts:
+            raise PlanError(
+                f"Plan.parallel.capacity = {self.capacity:g} contradicts experts = False: it "
+                "limits the tokens of experts that are whole on a rank. Set experts, or drop it."
+            )
+        if self.capacity is not None and self.context > 1:
+            raise PlanError(
+                f"Plan.parallel.capacity = {self.capacity:g} contradicts context = {self.context}: "
+                "slots of experts are divided over the tensor axis alone so far. Drop one of them."
             )
         if self.attention == "ring" and self.context == 1:
             raise PlanError(

@@ -204,6 +204,11 @@ def _against_offload(plan: Plan) -> Iterator[str]:
 def _against_parallel(plan: Plan) -> Iterator[str]:
     if not plan.parallel.is_used:
         return
+    if plan.parallel.capacity is not None and plan.numerics == "bitwise":
+        yield (
+            f"Plan.parallel.capacity = {plan.parallel.capacity:g} drops tokens beyond it, which "
+            "numerics = 'bitwise' excludes. Use numerics='fast', or drop capacity."
+        )
     axes = plan.parallel.axes
     refused = {
         next(iter(axes)): {

@@ -13,6 +13,7 @@ from zerofx.errors import NvmeError
 from zerofx.policy import resting, shard_copies
 from zerofx.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.buffers import follow_rank_0
+from zerofx.runtime.capacity import Drops
 from zerofx.runtime.gradients import Gradients
 from zerofx.runtime.loss_scale import LossScaler
 from zerofx.runtime.schedule import Flight, InFlight, Schedule, added_method, label
@@ -58,6 +59,7 @@ class Engine:
         self.updates = BucketUpdates(store, self.away, delayed)
         self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
         self.turns = Turns(self)
+        self.drops = Drops()
         self.tally: Tally | None = None  # notified of every forward and backward
         self.keeps_memory = False  # between calls too: CUDA graph recordings need fixed addresses
         self._resident: dict[int, Tensor] = {}

@@ -113,6 +113,7 @@ class Choice:
     parallel: tuple[tuple[str, Any], ...] = ()
     secondary_shard_size: int | None = None
     hierarchical_size: int | None = None
+    numerics: str = "bitwise"
 
     def __str__(self) -> str:
         chosen = self.activations
@@ -156,6 +157,7 @@ class Choice:
             parallel=self._parallel(),
             secondary_shard_size=self.secondary_shard_size,
             hierarchical_size=self.hierarchical_size,
+            numerics=self.numerics,
         )
 
     def _parallel(self) -> dict[str, Any] | None:

@@ -160,6 +160,11 @@ EXPERT_BASES = [
     Base("hf-mixtral", Choice(1, 4, parallel=EXPERTS, activations="recompute")),
     Base("hf-mixtral", Choice(3, 4, parallel=(*EXPERTS, *CONTEXT))),
 ]
+CAPACITY = (*SEQUENCE, ("experts", True), ("capacity", 1.0))
+CAPACITY_BASES = [
+    Base("hf-mixtral", Choice(3, 2, parallel=CAPACITY, numerics="fast")),
+    Base("hf-mixtral", Choice(1, 4, parallel=CAPACITY, activations="recompute", numerics="fast")),
+]
 
 
 class Editor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from oracle_exchange import Delivery, Exchange, scaled_sum
@@ -136,15 +137,30 @@ def _assemble(ranks: list[Rank], outcomes: list[Outcome]) -> None:
                     outcome.gradients[name] = mean
     else:
         _of_shards(ranks, outcomes)
-    for param in ranks[0].program.params.values():
-        if param.part is None or param.name not in outcomes[0].gradients:
+    cuts = {p.name: p.part for p in ranks[0].program.params.values()}
+    cuts |= _join_tiles(ranks[0].program, outcomes)
+    for name, part in cuts.items():
+        if part is None or name not in outcomes[0].gradients:
             continue
         for first in range(0, len(ranks), team):
             mine = outcomes[first : first + team]
-            way = param.part.cut
-            whole = uncut([o.gradients[param.name] for o in mine], way.dim, way.groups)
+            whole = uncut([o.gradients[name] for o in mine], part.cut.dim, part.cut.groups)
             for outcome in mine:
-                outcome.gradients[param.name] = whole
+                outcome.gradients[name] = whole
+
+
+def _join_tiles(program: Planned, outcomes: list[Outcome]) -> dict[str, Any]:
+    """Put the tiles of each rank's part together; return how each tiled parameter is cut."""
+    tiles = [p for p in program.params.values() if p.tile is not None]
+    tiles.sort(key=lambda p: p.tile.index)  # type: ignore[union-attr]
+    owners = {p.tile.name: p.tile.part for p in tiles if p.tile is not None}
+    for outcome in outcomes:
+        for owner in owners:
+            of_it = [p.name for p in tiles if p.tile is not None and p.tile.name == owner]
+            found = [outcome.gradients.pop(name) for name in of_it if name in outcome.gradients]
+            if found:
+                outcome.gradients[owner] = torch.cat(found)
+    return owners
 
 
 def _of_shards(ranks: list[Rank], outcomes: list[Outcome]) -> None:

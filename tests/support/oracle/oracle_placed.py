@@ -291,6 +291,35 @@ class Placed:
             made[expert] += torch.outer(a[:, row], b[row])
         return made
 
+    # -- slots of experts ---------------------------------------------------------------------
+    def _expert_slots(
+        self, ids: Tensor, layer: str, experts: int, capacity: int, groups: int, ranks: int
+    ) -> Blocking:
+        yield from ()
+        if ranks != 1:
+            raise OracleError(f"slots for {ranks} parts on one rank")
+        rows = ids.new_full((experts, capacity), len(ids))
+        slots = ids.new_full((len(ids),), experts * capacity)
+        taken = [0] * experts
+        for row, expert in enumerate(ids.tolist()):
+            if taken[expert] < capacity:
+                rows[expert, taken[expert]] = row
+                slots[row] = expert * capacity + taken[expert]
+                taken[expert] += 1
+        return rows, slots
+
+    def _rows_to_slots(
+        self, x: Tensor, rows: Tensor, groups: int, ranks: int, per: int
+    ) -> Blocking:
+        yield from ()
+        behind = torch.cat([x.repeat_interleave(per, 0), x.new_zeros(1, x.shape[1])])
+        return behind[rows]
+
+    def _rows_from_slots(self, x: Tensor, slots: Tensor, groups: int, ranks: int) -> Blocking:
+        yield from ()
+        behind = torch.cat([x.reshape(-1, x.shape[2]), x.new_zeros(1, x.shape[2])])
+        return behind[slots]
+
     def _own_rows(self, ids: Tensor, axis: str, rows: int) -> Tensor:
         """Return the numbers of ids among this rank's rows, `rows` for those of others."""
         _, place = self._members(axis)

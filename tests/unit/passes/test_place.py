@@ -29,6 +29,7 @@ from zerofx.layout.styles import styles_of
 from zerofx.ops.placed import CONVERSIONS, gather_values, part, reduce_values, swap_values
 from zerofx.passes.merge_tied import MergeTied
 from zerofx.passes.open_attention import OpenAttention
+from zerofx.passes.open_experts import OpenExperts
 from zerofx.passes.order import Setting
 from zerofx.passes.overlap_values import OverlapValues
 from zerofx.passes.pipeline import run
@@ -64,6 +65,7 @@ def cut_over(program: Any, parallel: Parallel) -> tuple[Planned, Planned]:
     OpenProducts(parallel).run(whole)
     OpenLosses(parallel).run(whole)
     OpenAttention(parallel).run(whole)
+    OpenExperts(parallel).run(whole)
     MergeTied().run(whole)
     cut = whole.clone()
     Place(parallel).run(cut)
@@ -263,6 +265,31 @@ def test_experts_of_any_model_are_divided_by_name() -> None:
     found = {key: n for key, n in sent(program).items() if key[0]}
     assert {kind for _, _, kind in found} == {"reduce_values"}
     assert [found[f"blocks.{i}", "forward", "reduce_values"] for i in range(2)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "capacity"),
+    [
+        ("mixtral", {"sequence": True}, 0.75),
+        ("mixture", {"placements": Patterns(EXPERTS)}, 2.0),
+        pytest.param("qwen3-moe", {"sequence": True}, 2.0, marks=pytest.mark.slow),
+        pytest.param("mixtral", {"sequence": True, "tensor": 4}, 1.0, marks=pytest.mark.slow),
+    ],
+)
+def test_rows_go_to_the_ranks_of_their_experts(
+    name: str, more: dict[str, Any], capacity: float
+) -> None:
+    """Two all-to-alls of the slots each way in every layer of experts, and no rows besides."""
+    parallel = Parallel(**{"tensor": 2, "experts": True, "capacity": capacity, **more})
+    program = check(name, parallel)
+    swaps: Counter[tuple[str, str]] = Counter()
+    for node in program.graph(JOINT).nodes:
+        if node.target is swap_values:
+            swaps[info(node).unit, info(node).phase.value] += 1
+    assert swaps and set(swaps.values()) == {2}
+    assert not any("grouped" in str(n.target) for n in program.graph(JOINT).nodes)
+    layers = 1 if name == "qwen3-moe" else 2
+    assert len(swaps) == 2 * layers
 
 
 def test_whole_experts_take_the_operations_of_cut_ones() -> None:
@@ -781,6 +808,13 @@ def test_dropout_is_drawn_alike_where_values_are_whole() -> None:
         ({"parallel": {"tensors": 2}}, "tensor"),
         ({"parallel": {"sequence": True}}, "Set tensor, or drop sequence"),
         ({"parallel": {"experts": True}}, "contradicts tensor = 1: zerofx divides experts"),
+        ({"parallel": {"tensor": 2, "capacity": 1.0}}, "contradicts experts = False"),
+        ({"parallel": {"tensor": 2, "experts": True, "capacity": 0}}, "numbers above 0"),
+        ({"parallel": {"tensor": 2, "experts": True, "capacity": 1}}, "numerics = 'bitwise'"),
+        (
+            {"parallel": {"tensor": 2, "experts": True, "capacity": 1, "context": 2}},
+            "contradicts context = 2",
+        ),
         ({"parallel": {"tensor": 2, "placements": {"*": "columns"}}}, "'colwise/3' for groups"),
         ({"parallel": {"pipeline": 2}, "tiling": {"*": 2}}, "does not support tiling yet"),
         (

@@ -20,6 +20,7 @@ from zerofx.ir.placing import RULES, Operand, Way, WholeCall, ways
 from zerofx.ir.spec import Kind, spec_of_target
 from zerofx.layout.placements import Cut, Owned, P, Placement, R, fits, part
 from zerofx.plan.parts import Parallel
+from zerofx.runtime import capacity
 from zerofx.runtime.graph_calls import GraphCalls
 
 aten = torch.ops.aten
@@ -116,6 +117,10 @@ ENDS = torch.tensor([3, 3, 8], dtype=torch.int32)  # of three groups of rows, on
 GROUPED = torch.ops.transformers.grouped_mm_fallback.default
 GROUPED_BACKWARD = torch.ops.transformers.grouped_mm_fallback_backward.default
 
+PICKED = rand(4, 6).argsort(1)[:, :2]  # no position twice in a row
+CHOSEN = ids(16)  # the experts of rows, of which two ranks have parts of two samples
+ROWS, SLOTS = capacity.expert_slots(None, CHOSEN, "layer", 4, 3, 2, RANKS)
+
 CASES: list[tuple[Any, tuple[Any, ...]]] = [
     *((getattr(aten, name).default, (X,)) for name in ONE),
     *((getattr(aten, name).default, (X, Y)) for name in TWO),
@@ -177,7 +182,13 @@ CASES: list[tuple[Any, tuple[Any, ...]]] = [
     (aten.index_put.default, (rand(4, 6), [ids(8)], rand(8, 6), True)),
     (aten.index_put.default, (rand(4, 6), [torch.tensor([[2, 0]])], rand(1, 2, 6))),
     (aten.new_zeros.default, (rand(4, 6), [2, 4, 6])), (aten.new_zeros.default, (X, [4, 3])),
-    (aten.gather.default, (X, 1, ids(4, 2))),
+    (aten.gather.default, (X, 1, ids(4, 2))), (aten.scatter.src, (X, 1, PICKED, rand(4, 2))),
+    (aten.topk.default, (X, 2)), (aten.topk.default, (rand(2, 4, 6), 2, 1)),
+    (aten.max.dim, (rand(2, 4, 6), -1)), (aten.min.dim, (rand(2, 4, 6), 0, True)),
+    (ops.expert_slots, (CHOSEN, "layer", 4, 3, 2, RANKS)),
+    (ops.rows_to_slots, (rand(8, 6), ROWS, 2, RANKS, 2)),
+    (ops.rows_to_slots, (rand(16, 6), ROWS, 2, RANKS, 1)),
+    (ops.rows_from_slots, (rand(4, 3 * RANKS, 6), SLOTS, 2, RANKS)),
     (aten.nll_loss_backward.default,
      (rand(1)[0], rand(4, 6), ids(4), None, 1, 2, torch.tensor(3.0, dtype=torch.float64))),
     (aten.native_layer_norm.default, (rand(2, 4, 6), [6], rand(6), rand(6), 1e-5)),

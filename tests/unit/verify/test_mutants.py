@@ -12,6 +12,7 @@ import pytest
 from models import CASES
 from mutants import (
     BASES,
+    CAPACITY_BASES,
     CONTEXT_BASES,
     CROSSED_BASES,
     EXPERT_BASES,
@@ -123,6 +124,18 @@ def test_of_experts_that_are_divided(seed: int) -> None:
     own = [k.__name__.replace("_", "-") for k in EXPERT_KINDS]
     assert found.total("harmful refused", own) >= 2 * len(own)
     check(found, 0.1, strays_by=1.65)
+
+
+@pytest.mark.slow
+def test_of_experts_with_slots() -> None:
+    """All-to-alls of slots left out, doubled, over other dimensions; values of other layers."""
+    found = Tally()
+    unsuited = ("wrong_joined", "sum_another", "reduce_apart", "wrong_rows")
+    kinds = [k for k in PLACED if not k.__name__.startswith(unsuited)]
+    for mutant in generate(len(kinds), 5, CAPACITY_BASES, kinds):
+        found.add(mutant)
+    assert found.total("harmful refused") > 10 and found.total("harmless accepted") > 2
+    check(found, 0.1)
 
 
 NO_TENSOR = {"wrong_rows", "wrong_part", "wrong_joined", "sum_another", "reduce_apart"}

@@ -25,8 +25,8 @@ from zerofx.errors import CaptureError, TargetError, as_sentence
 from zerofx.ir.program import Loop, ParamInfo, Planned, Program
 from zerofx.passes.cut_stages import CutStages, cut, unit_positions
 from zerofx.passes.order import Setting
+from zerofx.passes.parts import with_parts
 from zerofx.passes.pipeline import Proof, resume, run
-from zerofx.passes.place import with_parts
 from zerofx.passes.placement import capture_options, compute_dtype, module_dtypes
 from zerofx.plan.parts import Parallel
 from zerofx.plan.plan import Plan
