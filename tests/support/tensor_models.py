@@ -9,6 +9,7 @@ import torch
 from odd_models import ODD, Result
 from torch import Tensor, nn
 
+from zerofx.analysis.time.traffic import traffic
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
 
@@ -222,3 +223,25 @@ def padded(name: str, seed: int = 1) -> dict[str, Tensor]:
     kept[-1, -2:] = 0
     labels = found["labels"].masked_fill(kept == 0, -100)
     return found | {"attention_mask": kept, "labels": labels}
+
+
+def sent_in_a_step(model: Any, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the calls and bytes that this rank sent in a step by kind, and its program's."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    counters = model.zerofx.world.counters
+    before: dict[str, tuple[int, int]] = {}
+    after: dict[str, tuple[int, int]] = {}
+    for step in range(2):
+        before = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
+        model(**batch(name, seed=step)).loss.backward()
+        after = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    none = (0, 0)
+    found = {k: tuple(a - b for a, b in zip(n, before.get(k, none), strict=True))
+             for k, n in after.items()}  # fmt: skip
+    predicted = traffic(model.programs[0], model.zerofx.world.rank).kinds
+    return (
+        {kind: n for kind, n in found.items() if n != none},
+        {kind: (s.calls, s.sent_bytes) for kind, s in predicted.items() if s.calls},
+    )

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from pool import Pool
-from tensor_models import MODELS, Mixture, batch, relative_error
+from tensor_models import MODELS, Mixture, batch, relative_error, sent_in_a_step
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.analysis.time.traffic import traffic
 from zerofx.ir.verify import verify
 
 STEPS = 4
@@ -166,22 +165,7 @@ def test_models_train_as_a_plain_process(
 
 def counted(plan: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the calls and bytes that this rank sent in a step, and those of its program."""
-    model = zerofx.compile(make(name), {**BASE, **plan})
-    counters = model.zerofx.world.counters
-    before: dict[str, tuple[int, int]] = {}
-    for step in range(2):
-        before = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
-        model(**batch(name, seed=step)).loss.backward()
-        after = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
-        model.zero_grad()
-    predicted = traffic(model.programs[0], model.zerofx.world.rank).kinds
-    none = (0, 0)
-    found = {k: tuple(a - b for a, b in zip(n, before.get(k, none), strict=True))
-             for k, n in after.items()}  # fmt: skip
-    return (
-        {kind: n for kind, n in found.items() if n != none},
-        {kind: (s.calls, s.sent_bytes) for kind, s in predicted.items() if s.calls},
-    )
+    return sent_in_a_step(zerofx.compile(make(name), {**BASE, **plan}), name)
 
 
 @pytest.mark.parametrize(

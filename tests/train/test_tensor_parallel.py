@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pool import Pool
-from tensor_models import MODELS, batch, relative_error
+from tensor_models import MODELS, batch, relative_error, sent_in_a_step
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import ShardError
 from zerofx.plan.plan import Plan
 
@@ -126,22 +125,7 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
 def counted(plan: dict[str, Any], name: str = "llama") -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the calls and bytes that this rank sent in a step, and those of its program."""
     model = zerofx.compile(make(name), {"kernels": "aten", "outputs": "loss", **plan})
-    optimizer = _optimizer("sgd", model)
-    counters = model.zerofx.world.counters
-    for step in range(2):
-        before = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
-        model(**batch(name, seed=step)).loss.backward()
-        after = {kind: (c.calls, c.sent_bytes) for kind, c in counters.items()}
-        optimizer.step()
-        optimizer.zero_grad()
-    predicted = traffic(model.programs[0], model.zerofx.world.rank).kinds
-    none = (0, 0)
-    found = {k: tuple(a - b for a, b in zip(n, before.get(k, none), strict=True))
-             for k, n in after.items()}  # fmt: skip
-    return (
-        {kind: n for kind, n in found.items() if n != none},
-        {kind: (s.calls, s.sent_bytes) for kind, s in predicted.items() if s.calls},
-    )
+    return sent_in_a_step(model, name)
 
 
 @pytest.mark.parametrize(
