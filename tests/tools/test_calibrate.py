@@ -24,11 +24,11 @@ from zerofx.hardware.curve import KINDS, read_curves
 from zerofx.tools.calibrate import compute, launch, transfers
 from zerofx.tools.calibrate import probe as probe_module
 from zerofx.tools.calibrate.convolutions import convolutions
-from zerofx.tools.calibrate.crowd import crowds
+from zerofx.tools.calibrate.crowd import Crowd, pace_step
 from zerofx.tools.calibrate.describe import describe
 from zerofx.tools.calibrate.disk import FILE_BYTES, Disk
 from zerofx.tools.calibrate.probe import LEAST_S, TURNS, Probe, in_turn
-from zerofx.tools.calibrate.transfers import Algorithms, Beside, sum_bytes
+from zerofx.tools.calibrate.transfers import Algorithms, Beside, Between, sum_bytes
 from zerofx.tools.calibrate.view import CalibrationView
 from zerofx.tools.cli import main
 
@@ -57,7 +57,7 @@ def test_every_probe_of_compute_runs_and_has_its_kind() -> None:
         *compute.attentions(),
         *compute.aten(),
         *compute.others(),
-        *crowds(1),
+        Probe("pace", 1, 1, pace_step),
     ]
     for curve in {p.curve for p in probes}:  # the smallest of each
         probe = min((p for p in probes if p.curve == curve), key=lambda p: p.x)
@@ -156,9 +156,13 @@ def run_transfers() -> dict[str, float]:
     algorithms.now = "direct"
     launched = transfers.launches(world, 4 << 10)["reduce_scatter"]
     beside = Beside("reduce_scatter", launched, 4 << 10, 1e-4, world.size)
-    beside.measure()
+    between = Between("reduce_scatter", launched, 4 << 10, world.size)
+    crowd = Crowd(world)
+    for each in (beside, between, crowd):
+        each.measure()
     found = {f"{p.curve} {p.x}": p.seconds for p in probes}
-    return found | {beside.curve: beside.lost_s}
+    found |= {f"{name} {x:.0f}": value for name, x, value in crowd.points()}
+    return found | {beside.curve: beside.lost_s, between.curve: between.lost_s}
 
 
 def test_transfers_of_every_kind_are_timed_on_ranks(pool: Any) -> None:
@@ -168,9 +172,10 @@ def test_transfers_of_every_kind_are_timed_on_ranks(pool: Any) -> None:
         "all_gather.direct.2", "all_gather.native.2", "reduce_scatter.direct.2",
         "reduce_scatter.native.2", "all_reduce.direct.2", "all_to_all.direct.2",
         "broadcast.direct.2",
-        "broadcast.native.2", "beside.reduce_scatter.2",
+        "broadcast.native.2", "beside.reduce_scatter.2", "between.reduce_scatter.2", "crowd",
     }  # fmt: skip
-    assert all(seconds > 0 for name, seconds in found.items() if "beside" not in name)
+    assert all(seconds > 0 for name, seconds in found.items() if "be" not in name)
+    assert found["crowd 1"] == 1.0 and 0.2 < found["crowd 2"] < 20
 
 
 def test_sums_are_those_that_the_runtime_makes() -> None:
@@ -188,12 +193,17 @@ def _report(ranks: int) -> dict[str, list[list[Any]]]:
         ["attention.fp32", 1e8, 3.5e8, 7e-3], ["memory.pointwise.aten", 3e5, 3e5, 1.5e-5],
         ["heavy.aten", 1e4, 1e4, 1e-5], ["stream", 1, 2e8, 0.02 * slower],
         ["launch", 1, 1, 2e-6], ["host_copy", 1e6, 1e6, 1e-4 * slower],
-        ["host_update", 1e6, 1e6, 1e-3 * slower], ["crowd", ranks, 1, 0.06 * slower],
+        ["host_update", 1e6, 1e6, 1e-3 * slower],
     ]  # fmt: skip
     if ranks == 1:
         rates += [["nvme_read", 1e6, 1e9, 1.0], ["nvme_write", 1e6, 1e9, 2.0]]
-        return {"rates": rates, "times": [["call.forward.1", 4, 100.0]]}
-    times = [["all_gather.direct.2", 4e3, 50.0], ["all_gather.direct.2", 16e6, 4e3]]
+        return {"rates": rates, "times": [["call.forward.1", 4, 100.0], ["pace", 1, 6e4]]}
+    times = [
+        ["crowd", 1, 1.0],
+        ["crowd", 2, slower],
+        ["all_gather.direct.2", 4e3, 50.0],
+        ["all_gather.direct.2", 16e6, 4e3],
+    ]
     return {"rates": rates, "times": times}
 
 
@@ -211,6 +221,7 @@ def test_what_was_found_becomes_hardware(tmp_path: Path) -> None:
     assert at["heavy.aten"] == pytest.approx(1000)  # elements a us
     assert at["host_update"] == pytest.approx(1 / 1.6) and at["host_copy.2"] == pytest.approx(0.8)
     assert found.curves["crowd"].points == ((1, 1), (2, pytest.approx(1.25)))
+    assert found.curves["pace"].points == ((1, 6e4), (2, pytest.approx(7.5e4)))
     assert {name.split(".")[0] for name in at} <= set(KINDS)
     assert set(found.figures()) == set(found.sources)
     assert "products in fp32" in str(CalibrationView(found))

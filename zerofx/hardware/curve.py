@@ -27,6 +27,8 @@ KINDS = {
     ".FUNCTION for tanh, erf, log, pow or sin",
     "pool": "elements in all windows of one pooling -> elements per us; .KERNELS",
     "crowd": "ranks of a node that compute at once -> time of regions relative to one alone",
+    "pace": "ranks of a node that compute at once -> us of the step that crowd compares: how fast "
+    "the machine was when it was measured",
     "call": "regions with almost no work (parameters of a step) -> us per call; .GRAPH.WORLD",
     "all_gather": "bytes of a full bucket -> us from launch to delivery; .ALGORITHM.WORLD",
     "reduce_scatter": "the same, without the sum; .ALGORITHM.WORLD",
@@ -34,6 +36,8 @@ KINDS = {
     "broadcast": "the same; .ALGORITHM.WORLD",
     "all_to_all": "bytes that a rank sends, its own part included -> us; .ALGORITHM.WORLD",
     "beside": "bytes of a full bucket -> us that overlapping compute loses; .COLLECTIVE.WORLD",
+    "between": "the same -> us that a collective adds between two pieces of compute, without the "
+    "sum; .COLLECTIVE.WORLD",
     "arrival": "bytes of a reduced slice -> us of its sum over ranks; .WORLD",
     "host_copy": "bytes of one copy -> share of host_link_bytes_per_s",
     "nvme_read": "bytes of one request -> share of nvme_read_bytes_per_s",

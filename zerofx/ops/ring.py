@@ -90,7 +90,7 @@ def _task_ring(is_backward: bool) -> Any:
         def sends(what: str, itemsize: int, needs: list[int]) -> int:
             # as an all-gather of two: each sends one message, and receives one
             size = 2 * numel * itemsize
-            price = w.found.prices.collective("all_gather", size, 2, stride)
+            price = w.found.prices.exchange("all_gather", size, 2, stride)
             beside = w.found.prices.beside("all_gather", size, 2)
             name = f"{what} v{where.index}"
             return w.found.sends(Lane.VALUES, name, price, beside, where, needs, CONTEXT)

@@ -46,6 +46,9 @@ class FlatPrices:
     def collective(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
         return price(10, nbytes)
 
+    def exchange(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
+        return price(30, nbytes)
+
     def beside(self, kind: str, nbytes: int, ranks: int) -> Price:
         return price(self.beside_us)
 

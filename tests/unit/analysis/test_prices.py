@@ -292,6 +292,19 @@ def test_an_all_to_all_is_priced_by_its_curve_or_a_gathers() -> None:
     assert collective_us(own, "all_to_all", 1000, 2, 1) == pytest.approx(9.0)
 
 
+def test_a_collective_between_pieces_of_compute_has_its_own_curve() -> None:
+    """Without one, and on a GPU, it takes as long as any other."""
+    plain = {"all_gather.direct.2": [[1000, 7.0]]}
+    curves = {**plain, "between.all_gather.2": [[1000, 20.0]]}
+    here = hardware(curves=curves, device_type="cpu")
+    assert Roofline(here, 2).exchange("all_gather", 1000, 2, 1).us == pytest.approx(20.0)
+    assert Roofline(here, 2).exchange("all_to_all", 1000, 2, 1).us == pytest.approx(20.0)
+    assert Roofline(here, 4).exchange("all_gather", 1000, 4, 1).us == pytest.approx(60.0)
+    assert Roofline(here, 2).collective("all_gather", 1000, 2, 1).us == pytest.approx(7.0)
+    for without in (hardware(curves=plain, device_type="cpu"), hardware(curves=curves)):
+        assert Roofline(without, 2).exchange("all_gather", 1000, 2, 1).us == pytest.approx(7.0)
+
+
 @pytest.mark.parametrize(
     ("kind", "ranks", "stride", "seconds"),
     [

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from placed_ranks import cut_for, run_ranks, run_whole, together_over, values_of
+from task_cases import FlatPrices
 from tensor_models import MODELS, batch, llama, padded
 from torch import Tensor, nn
 
 import zerofx
 from zerofx.analysis.time.prices import Roofline
+from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.tasks import tasks
 from zerofx.analysis.time.traffic import traffic
 from zerofx.errors import PlanError, ProgramError
@@ -290,6 +292,14 @@ def test_rows_go_to_the_ranks_of_their_experts(
     assert not any("grouped" in str(n.target) for n in program.graph(JOINT).nodes)
     layers = 1 if name == "qwen3-moe" else 2
     assert len(swaps) == 2 * layers
+
+
+def test_collectives_of_values_are_priced_as_those_between_pieces_of_compute() -> None:
+    """Those of buckets, which are launched early, are priced as transfers by themselves."""
+    plan = {"parallel": {"tensor": 2}, "stage": 3}
+    found = tasks(zerofx.rewrite(captured("llama")[1], plan, 4), FlatPrices())
+    sent = {lane: {t.us for t in found if t.kind == "transfer" and t.lane is lane} for lane in Lane}
+    assert sent[Lane.VALUES] == {30} and sent[Lane.GATHER] == sent[Lane.REDUCE] == {10}
 
 
 def test_whole_experts_take_the_operations_of_cut_ones() -> None:

@@ -4,7 +4,8 @@ Passes, predictions and searches all use it. A kernel takes the longer of its ar
 memory traffic, each at the fraction of the nominal rate that the hardware's curves give for its
 size. Curves are optional: each constant below names the curve that it replaces.
 
-A collective takes its measured time or, without a measurement, latency plus size over bandwidth. On
+A collective takes its measured time or, without a measurement, latency plus size over bandwidth.
+One of values, which compute waits for, takes the time measured between two pieces of compute. On
 equal slices, a ring all-gather or reduce-scatter of n bytes passes n * (w - 1) / w through each
 rank, and n * (nodes - 1) / nodes through each node's ports; an all-reduce is one of each. Small
 all-reduces use a tree, whose latency grows only with the logarithm. Traffic within nodes runs at
@@ -203,6 +204,13 @@ class Roofline:
 
     def collective(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
         return _price(collective_us(self.hardware, kind, nbytes, ranks, stride), nbytes)
+
+    def exchange(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
+        for each in alike(kind) if self.is_inline else ():
+            found = nearest_world(self.hardware, f"between.{each}.", ranks)
+            if found is not None:
+                return _price(found.curve.time_at(max(nbytes, 1)) * found.direct(ranks), nbytes)
+        return self.collective(kind, nbytes, ranks, stride)
 
     def beside(self, kind: str, nbytes: int, ranks: int) -> Price:
         curves = (nearest_world(self.hardware, f"beside.{k}.", ranks) for k in alike(kind))

@@ -74,6 +74,9 @@ class Prices(Protocol):
     def collective(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
         """Price a collective over `ranks` ranks, `stride` apart; nbytes: the full buffer."""
 
+    def exchange(self, kind: str, nbytes: int, ranks: int, stride: int) -> Price:
+        """Price a collective of values, which compute soon waits for; arguments as before."""
+
     def beside(self, kind: str, nbytes: int, ranks: int) -> Price:
         """Price the slowdown of compute by a concurrent collective."""
 
@@ -431,8 +434,10 @@ class Walk:
                 price = self.found.prices.touch(2 * size)
                 self.behind[node] = self.found.computes("store", f"copy {self.label(node)}", price)
             return
-        price = self.found.prices.collective(kind, size // times, ranks, stride).repeated(times)
-        beside = self.found.prices.beside(kind, size // times, ranks).repeated(times)
+        prices = self.found.prices
+        priced = prices.exchange if spec.is_value else prices.collective
+        price = priced(kind, size // times, ranks, stride).repeated(times)
+        beside = prices.beside(kind, size // times, ranks).repeated(times)
         self.behind[node] = self.found.sends(
             spec.lane, name, price, beside, info(node), self.data(node), axis
         )

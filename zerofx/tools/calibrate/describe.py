@@ -61,11 +61,10 @@ def describe(found: Mapping[int, Mapping[str, Rows]], folder: Path) -> Hardware:
         "host_update_elements_per_s": together.largest("host_update") * ranks,
         "launch_us": US / alone.best("launch"),
     } | _links(times[ranks], ranks, alone)
-    curves = (
-        _curves(rates, fields)
-        | _crowd(rates)
-        | {k: v for each in times.values() for k, v in each.items()}
-    )
+    curves = _curves(rates, fields) | {k: v for each in times.values() for k, v in each.items()}
+    if "crowd" in curves:  # the pace beside others, as if measured in the same moment as alone
+        [(_, us)] = curves["pace"]
+        curves["pace"] = [(number, us * ratio) for number, ratio in curves["crowd"]]
     return _hardware(ranks, fields, curves, folder)
 
 
@@ -104,12 +103,6 @@ def _curves(
             if base:
                 curves[curve + end] = [(x, rate / base) for x, rate in points]
     return curves
-
-
-def _crowd(rates: Mapping[int, Rates]) -> dict[str, list[tuple[float, float]]]:
-    """Return how many times longer a step takes if several ranks compute at once."""
-    steps = {number: each.points["crowd"][0][1] for number, each in rates.items()}
-    return {"crowd": [(number, steps[1] / rate) for number, rate in sorted(steps.items())]}
 
 
 def _base(curve: str, fields: Mapping[str, Any]) -> float:

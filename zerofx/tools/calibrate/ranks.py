@@ -17,15 +17,17 @@ from zerofx.comm.world import World
 from zerofx.tools.calibrate.calls import BLOCKS, Calls
 from zerofx.tools.calibrate.compute import aten, attentions, matmuls, others
 from zerofx.tools.calibrate.convolutions import convolutions
-from zerofx.tools.calibrate.crowd import crowds
+from zerofx.tools.calibrate.crowd import Crowd
 from zerofx.tools.calibrate.disk import Disk
 from zerofx.tools.calibrate.probe import ROUND, Probe
 from zerofx.tools.calibrate.regions import compiled
 from zerofx.tools.calibrate.transfers import (
     Algorithms,
     Beside,
+    Between,
     arrivals,
     besides,
+    betweens,
     sum_bytes,
     transfers,
 )
@@ -56,8 +58,9 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
     """Return `rates`, rows of (curve, x, amount, seconds), of compute, copies and the disk on all
     ranks at once; and `times`, rows of (curve, x, us), of transfers and calls."""
     ranks, folder = world.size, settings["regions"]
-    probes = [*others(), *crowds(ranks)]
-    if ranks == 1:  # side by side, all compute takes as many times longer as `crowds` does
+    probes = others()
+    crowd = Crowd(world)
+    if ranks == 1:  # side by side, all compute takes as many times longer as a `Crowd` does
         probes += [*matmuls(), *convolutions(), *attentions(), *aten()]
         probes += compiled(Path(folder)) if folder else []
     sums = arrivals(ranks) if ranks > 1 else []
@@ -66,15 +69,19 @@ def measure(world: World, algorithms: Algorithms, settings: dict[str, Any]) -> R
         probe.prepare()
     calls = [Calls(blocks, ranks) for blocks in BLOCKS]
     disk = Disk(Path(settings["folder"])) if ranks == 1 else None
-    _go_round(world, [*probes, *sums, *moves, *calls, *([disk] if disk else [])], settings)
+    first: list[Measured] = [*probes, *sums, *moves, *calls, crowd]
+    _go_round(world, [*first, *([disk] if disk else [])], settings)
     algorithms.now = "direct"
-    beside = besides(world, moves) if moves else []
+    beside: list[Beside | Between] = []
+    if moves:
+        beside += [*besides(world, moves), *betweens(world)]
     _go_round(world, beside, settings)
     if disk:
         disk.close()
         probes += disk.probes
     times = _times(ranks, sums, moves, beside)
-    times += [[curve, x, us] for each in calls for curve, x, us in each.points()]
+    times += [[*point] for each in calls for point in each.points()]
+    times += [[*point] for point in crowd.points()]
     return {"rates": [[p.curve, p.x, p.amount, p.seconds] for p in probes], "times": times}
 
 
@@ -91,7 +98,10 @@ def _go_round(world: World, all_: Sequence[Measured], settings: dict[str, Any]) 
 
 
 def _times(
-    ranks: int, sums: Sequence[Probe], moves: Sequence[Probe], beside: Sequence[Beside]
+    ranks: int,
+    sums: Sequence[Probe],
+    moves: Sequence[Probe],
+    beside: Sequence[Beside | Between],
 ) -> list[list[Any]]:
     """Return sums, and transfers without the sums that their waits end with."""
     summed = {probe.x: probe.seconds for probe in sums}

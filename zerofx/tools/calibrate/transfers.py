@@ -1,4 +1,4 @@
-"""Probes of collectives on real ranks: alone, and while every rank computes."""
+"""Probes of collectives on real ranks: alone, beside compute, and between two pieces of it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from zerofx.comm.collectives import Work as Flight
 from zerofx.comm.collectives import ordered_sum
 from zerofx.comm.world import World
+from zerofx.tools.calibrate.crowd import WIDTH, Block
 from zerofx.tools.calibrate.probe import Probe, Work
 
 FULL_BYTES = (4 << 10, 64 << 10, 512 << 10, 4 << 20, 16 << 20)
 SIDE = 192  # of the products that compute beside a transfer is made of: they stay in the cache
 BESIDE_TIMES = 2  # the length of a transfer alone
+BETWEEN_ROWS, BETWEEN_CALLS = 64, 8  # of a piece of compute; of transfers, each behind a piece
 MOST_CALLS = 50
 
 Launch = Callable[[], Flight]
@@ -118,11 +120,60 @@ class Beside:
         return statistics.median(both - alone for both, alone in pairs)
 
 
+class Between:
+    """Transfers that are waited for at once, each behind a piece of compute; and that alone.
+
+    Ranks never arrive at the same moment, their threads wake late, and caches are cold after a
+    transfer. A transfer costs more than one that follows another, therefore.
+    """
+
+    def __init__(self, kind: str, launch: Launch, size: int, ranks: int) -> None:
+        self.curve, self.x = f"between.{kind}.{ranks}", float(size)
+        self._launch = launch
+        self._blocks = [Block() for _ in range(BETWEEN_CALLS)]
+        self._rows = torch.randn(BETWEEN_ROWS, WIDTH)
+        self._both = Probe(self.curve, self.x, 0, lambda: self._with, calls=1)
+        self._alone = Probe(self.curve, self.x, 0, lambda: self._without, calls=1)
+        self._both.prepare()
+        self._alone.prepare()
+
+    @torch.no_grad()
+    def _without(self) -> None:
+        for block in self._blocks:
+            block(self._rows)
+
+    @torch.no_grad()
+    def _with(self) -> None:
+        for block in self._blocks:
+            block(self._rows)
+            self._launch().wait()
+
+    def measure(self) -> None:
+        """Note both, one behind the other."""
+        self._alone.measure()
+        self._both.measure()
+
+    @property
+    def lost_s(self) -> float:
+        """What one transfer adds, by the medians of both."""
+        return (self._both.seconds - self._alone.seconds) / BETWEEN_CALLS
+
+
 def besides(world: World, found: Sequence[Probe]) -> list[Beside]:
     """Return direct exchanges beside compute, whose times alone were found before."""
     alone = {(probe.curve, probe.x): probe.seconds for probe in found}
     return [
         Beside(kind, launch, size, alone[f"{kind}.direct.{world.size}", size], world.size)
+        for size in FULL_BYTES
+        for kind, launch in launches(world, size).items()
+        if kind != "broadcast"
+    ]
+
+
+def betweens(world: World) -> list[Between]:
+    """Return direct exchanges that compute waits for, by size."""
+    return [
+        Between(kind, launch, size, world.size)
         for size in FULL_BYTES
         for kind, launch in launches(world, size).items()
         if kind != "broadcast"
