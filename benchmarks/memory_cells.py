@@ -238,9 +238,10 @@ def _between(cell: Cell, share: float) -> int:
 
 
 @functools.cache
-def captured(model: str, layers: int, samples: int) -> Program:
+def captured(model: str, layers: int, samples: int, outputs: str = "all") -> Program:
     """Return the captured training call of a model."""
-    return zerofx.capture(MODELS[model].build(layers), (), MODELS[model].batch(0, samples))
+    batch = MODELS[model].batch(0, samples)
+    return zerofx.capture(MODELS[model].build(layers), (), batch, outputs=outputs)
 
 
 def run(cell: Cell) -> dict[str, Any]:

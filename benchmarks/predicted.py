@@ -153,7 +153,8 @@ def predict(cells: list[Cell], hardware: str) -> dict[str, dict[str, Any]]:
 
     found, described = {}, load_hardware(hardware)
     for cell in cells:
-        program = captured(cell.model, LAYERS, cell.captured)
+        outputs = cell.plan.get("outputs", "all")
+        program = captured(cell.model, LAYERS, cell.captured, outputs)
         # more ranks than cores share them: as if each had one, since CPU seconds are compared
         node = replace(described, devices_per_node=max(cell.world, described.devices_per_node))
         view: Any = zerofx.predict(program, cell.plan, hardware=node, world_size=cell.world)
@@ -190,7 +191,8 @@ def measure(cells: list[Cell], rounds: int, seconds: float) -> dict[str, list[di
                     answers = group.call("steps", name=str(cell), seconds=seconds)
                     most = {k: max(a[k] for a in answers) for k in ("wall_s", "faults", "pace_us")}
                     cpu = sum(a["cpu_s"] for a in answers)
-                    found[str(cell)].append({**most, "cpu_s": cpu})
+                    pace_cpu = statistics.mean(a["pace_cpu_us"] for a in answers)
+                    found[str(cell)].append({**most, "cpu_s": cpu, "pace_cpu_us": pace_cpu})
     return found
 
 
