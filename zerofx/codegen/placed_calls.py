@@ -212,12 +212,12 @@ class Placements:
                 raise FormError(f"parts.{name} is {lies} of {shape}, which is no part of it")
             self.parts[name] = Part(tuple(shape), cut, ranks, is_given)
         self.wires = [_lies(row) for row in said["wires"]]
-        self.calls: dict[str, Placed] = {}
+        self.calls: dict[str, list[Placed]] = {}  # several only of experts, each with its owners
         for number, row in enumerate(said["calls"]):
             placed = _placed(row, f"calls[{number}]")
             if "outer" in row:
                 placed = replace(placed, outer=_placed(row["outer"], f"calls[{number}].outer"))
-            self.calls[_key(row)] = placed
+            self.calls.setdefault(_key(row), []).append(placed)
 
     def of_params(self, params: Mapping[str, ParamInfo]) -> dict[str, ParamInfo]:
         """Return the parameters with their cuts."""
@@ -253,12 +253,28 @@ class Placements:
             is_tensors = all(isinstance(value(t), torch.Tensor) for t in tensors_of(node))
             if not isinstance(node.target, OpOverload) or not is_tensors:
                 return None
-            found = self.calls.get(_key(_local(node, operands)))
-            if found is not None:
-                set_info(node, placed=found)
+            alike = self.calls.get(_key(_local(node, operands)))
+            if alike is None:
+                return None
+            found = next((each for each in alike if _is_owned_by(each, operands)), alike[-1])
+            set_info(node, placed=found)
             return found
 
         check_placed(program, visit)
+
+
+def _is_owned_by(placed: Placed, operands: Operands) -> bool:
+    """Return whether rows that a call gives by owner are divided as one of its operands says.
+
+    Layers of experts make equal calls, and each divides rows by the ends of its own groups.
+    """
+    gives = placed.gives if isinstance(placed.gives, tuple) else (placed.gives,)
+    own = {each.ends for each in gives if isinstance(each, Owned)}
+    read = operands[0]
+    return own <= {
+        *(each.digest for each in read),
+        *(each.now.ends for each in read if isinstance(each.now, Owned)),
+    }
 
 
 def read_placements(files: Container[str], path: Path, parallel: Parallel) -> Placements | None:

@@ -53,18 +53,39 @@ def styles_of(model: nn.Module) -> dict[str, str]:
 
     A model's own plan (`tp_plan`, of transformers) takes precedence. In other models, layers of the
     repeated blocks are recognised by common names. A block without a layer that is known to be
-    rowwise is left whole.
+    rowwise is left whole. Tables of words and heads are recognised by each other.
     """
     own = getattr(model, "tp_plan", None)
     if isinstance(own, Mapping) and own:
         return _by_plan(model, own)
     found = {name: style for name, module in model.named_modules() if (style := _named(name))}
-    kept: dict[str, str] = {}
+    kept = _vocabularies(model)
     for block in _blocks(model):
         mine = {n: s for n, s in found.items() if n.startswith(f"{block}.")}
         if {"colwise", "rowwise"} <= {s.partition("/")[0] for s in mine.values()}:
             kept |= mine
     return kept
+
+
+def _vocabularies(model: nn.Module) -> dict[str, str]:
+    """Return the styles by which each rank has some words: of heads, and of the tables beside them.
+
+    A head is a linear layer outside of the repeated blocks that has as many outputs as one table
+    has rows, or that shares its weight. Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+    """
+    inside, found = listed(model), dict[str, str]()
+    modules = [*model.named_modules(remove_duplicate=False)]
+    tables = {n: m for n, m in modules if isinstance(m, nn.Embedding) and hasattr(m, "weight")}
+    for name, head in modules:
+        is_head = isinstance(head, nn.Linear) and hasattr(head, "weight") and not inside(name)
+        if not is_head or not name:  # without a weight: an ignored one, which is held elsewhere
+            continue
+        tied = [n for n, table in tables.items() if table.weight is head.weight]
+        alike = [n for n, table in tables.items() if table.num_embeddings == head.out_features]
+        same = tied or (alike if len({id(tables[n].weight) for n in alike}) == 1 else [])
+        if same:
+            found |= {name: "colwise", **dict.fromkeys(same, "rowwise")}
+    return found
 
 
 def _blocks(model: nn.Module) -> set[str]:

@@ -120,9 +120,10 @@ PLACED_BASES = [
     Base("gpt-dropout", Choice(3, 2, parallel=TENSOR + OURS)),
 ]
 
-# Of which each rank tiles its part.
+# Of which each rank tiles its part; words are whole, so that mutants are of tiles.
+_WHOLE = (("placements", (*_MLP, ("embed", "whole"), ("head", "whole"))),)
 TILED_PARTS = [
-    Base("gpt", Choice(3, 4, parallel=SEQUENCE + OURS, tiling=(("blocks.1.mlp", 2),))),
+    Base("gpt", Choice(3, 4, parallel=SEQUENCE + _WHOLE, tiling=(("blocks.1.mlp", 2),))),
     Base("gpt", Choice(3, 2, parallel=(("context", 2),), tiling=(("blocks.1.mlp", 2),))),
 ]
 

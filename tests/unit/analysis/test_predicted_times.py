@@ -96,19 +96,39 @@ def test_every_recorded_region_has_its_price() -> None:
 def test_plans_are_ordered_and_ranged_as_the_benchmark_says() -> None:
     cells = [Cell("gpt", stage, 2, "aten") for stage in (0, 1, 3)]
     said = [
-        {"low_ms": 0.9 * ms, "middle_ms": ms, "high_ms": 1.1 * ms, "all_busy_ms": 2 * ms}
+        {
+            "low_ms": 0.9 * ms,
+            "middle_ms": ms,
+            "high_ms": 1.1 * ms,
+            "all_busy_ms": 2 * ms,
+            "pace_us": 1e5,
+        }
         for ms in (10.0, 11.0, 12.0)
     ]
     walls = ((9.0, 10.5, 20.0), (12.5, 13.0, 13.5), (11.5, 11.9, 12.0))
     rows = [
         predicted.row(
-            cell, each, [{"wall_s": ms / 1e3, "cpu_s": ms / 1e3, "faults": 0} for ms in found]
+            cell,
+            each,
+            [
+                {
+                    "wall_s": ms / 1e3,
+                    "cpu_s": ms / 1e3,
+                    "faults": 0,
+                    "pace_us": 1.25e5,
+                    "pace_cpu_us": 2e5,
+                }
+                for ms in found
+            ],
         )
         for cell, each, found in zip(cells, said, walls, strict=True)
     ]
     assert [row["measured_ms"] for row in rows] == pytest.approx([10.5, 13.0, 11.9])
     assert [row["is_inside"] for row in rows] == [True, False, True]
     assert [row["cpu_ratio"] for row in rows] == pytest.approx([20 / 10.5, 22 / 13.0, 24 / 11.9])
+    # the machine was slower than when it was calibrated
+    assert [row["paced"] for row in rows] == pytest.approx([12.5 / 10.5, 13.75 / 13.0, 15 / 11.9])
+    assert [row["cpu_paced"] for row in rows] == pytest.approx([40 / 10.5, 44 / 13.0, 48 / 11.9])
     # 10.5 against 13.0 differ enough and are in order; the others differ by less than 15 %.
     assert predicted.orders(rows) == (1, 1)
     rows[1]["middle_ms"] = 9.0

@@ -196,9 +196,36 @@ def test_the_loss_is_computed_where_the_logits_are() -> None:
 
 
 def test_losses_of_heads_that_are_whole_stay_as_they_are() -> None:
-    whole, _ = placed("gpt2", Parallel(tensor=2))
+    patterns = Patterns({"transformer.wte": "whole", "lm_head": "whole"})
+    whole, _ = placed("gpt2", Parallel(tensor=2, placements=patterns))
     targets = [str(node.target) for node in whole.graph(JOINT).nodes]
     assert "aten.nll_loss_forward.default" in targets
+
+
+def test_words_are_divided_in_models_without_a_plan() -> None:
+    """A tied table and head, and the loss of the head's logits, which are not gathered for it."""
+    _, program = placed("gpt2", Parallel(tensor=2))
+    part = program.params["transformer.wte.weight"].part
+    assert part is not None and part.cut == Cut(0)
+    assert program.params["transformer.wpe.weight"].part is None
+    targets = [str(node.target) for node in program.graph(JOINT).nodes]
+    assert "aten.nll_loss_forward.default" not in targets
+
+
+def test_a_table_is_known_by_its_head() -> None:
+    class Words(nn.Module):
+        def __init__(self, tables: int, is_tied: bool = False) -> None:
+            super().__init__()
+            for k in range(tables):
+                setattr(self, f"table{k}", nn.Embedding(12, 4))
+            self.head = nn.Linear(4, 12)
+            if is_tied:
+                self.head.weight = self.table0.weight  # type: ignore[assignment, union-attr]
+
+    assert styles_of(Words(1)) == {"head": "colwise", "table0": "rowwise"}
+    assert styles_of(Words(2)) == {}  # which of the two is not known
+    assert styles_of(Words(2, is_tied=True)) == {"head": "colwise", "table0": "rowwise"}
+    assert styles_of(nn.Sequential(nn.Embedding(12, 4), nn.Linear(4, 3))) == {}
 
 
 @pytest.mark.parametrize(
@@ -266,7 +293,8 @@ def test_experts_of_any_model_are_divided_by_name() -> None:
     assert told == {"grouped_rows": 8, "grouped_weights": 4}
     found = {key: n for key, n in sent(program).items() if key[0]}
     assert {kind for _, _, kind in found} == {"reduce_values"}
-    assert [found[f"blocks.{i}", "forward", "reduce_values"] for i in range(2)] == [1, 1]
+    # the first one's other sum is of the table of words
+    assert [found[f"blocks.{i}", "forward", "reduce_values"] for i in range(2)] == [2, 1]
 
 
 @pytest.mark.parametrize(

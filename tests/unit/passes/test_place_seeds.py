@@ -54,6 +54,8 @@ def test_layers_are_recognised_in_the_graph(name: str) -> None:
     """Each block alike, from the call that is made and from one that is made up."""
     model, program = captured(name)
     expected = {f"pile.{k}.{n}": style for k in (0, 1) for n, style in STYLES[name].items()}
+    if hasattr(model, "words"):
+        expected |= {"tokens": "rowwise", "words": "colwise"}
     found = {n.rpartition(".")[0]: p.style for n, p in program.params.items() if p.style}
     assert found == expected
     made = planned(model, batch(name))
@@ -117,12 +119,12 @@ def test_renamed_models_are_cut_alike(name: str) -> None:
     def told(owner: str) -> str:
         return ".".join(rename.names.get(part, part) for part in owner.split("."))
 
-    inside = {told(n): cut for n, cut in plain.items() if any(p.isdigit() for p in n.split("."))}
-    assert cuts(model) == inside
+    expected = {told(n): cut for n, cut in plain.items()}
+    assert cuts(model) == expected
     program = planned(model, batch(name))
     verify(program)
     held = {n: str(p.part.cut) for n, p in program.params.items() if p.part is not None}
-    assert held == inside
+    assert held == expected
 
 
 def test_hidden_units_that_are_mixed_may_be_cut_by_the_plan() -> None:
@@ -207,7 +209,7 @@ def test_names_and_plans_come_first() -> None:
     found = {n.rpartition(".")[0]: p.style for n, p in program.params.items() if p.style}
     assert found == {
         "pile.0.qkv": "colwise/3", "pile.0.proj": "rowwise", "pile.0.x": "colwise",
-        "pile.0.y": "rowwise",
+        "pile.0.y": "rowwise", "tokens": "rowwise", "words": "colwise",
     }  # fmt: skip
     llama = zerofx.capture(MODELS["llama"](), (), batch("llama"), outputs="loss")
     assert sum(p.style != "" for p in llama.params.values()) == 2 * 7 + 2
