@@ -1,7 +1,7 @@
 """Compile a model, train it, and inspect the compiler's decisions: one process, CPU.
 
 $ python examples/hello.py
-32 passes; 1 slots, 4864 bytes
+33 passes; 1 slots, 4864 bytes
 # Net: training   stage=3 world=4 on cpu-box   memory: regions as ATen   peak 38.3 KiB per rank
 step   0  loss 14.4
 step  50  loss 0.0

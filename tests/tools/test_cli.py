@@ -44,7 +44,7 @@ def test_passes(capsys: pytest.CaptureFixture[str]) -> None:
 def test_dump(capsys: pytest.CaptureFixture[str]) -> None:
     assert "zfx.all_gather" in run(capsys, "dump", STACK, "--world", "4", *PLAN)
     summary = run(capsys, "dump", STACK, "--level", "summary", *PLAN)
-    assert len(summary.splitlines()) == 1 and summary.startswith("# 32 assign-slots")
+    assert len(summary.splitlines()) == 1 and summary.startswith("# 33 assign-slots")
     early = run_json(capsys, "dump", STACK, "--pass", "merge-tied", "--level", "full", *PLAN)
     assert early["pass"] == "merge-tied" and "def joint(" in early["lines"]
 

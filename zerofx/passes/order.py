@@ -18,6 +18,7 @@ from zerofx.passes.cut_regions import CutRegions
 from zerofx.passes.cut_stages import CutStages
 from zerofx.passes.decide import Choices, budget_bytes
 from zerofx.passes.defer_weights import DeferWeights
+from zerofx.passes.drop_copies import DropCopies
 from zerofx.passes.fuse import Fuse
 from zerofx.passes.hand_over import HandOver
 from zerofx.passes.hierarchical import Hierarchical
@@ -96,6 +97,8 @@ PREPARE: list[Make] = [
     lambda s: Tile(plan=s.plan, world_size=s.world_size, layout=s.layout),
     # before anything counts a parameter or a gradient
     lambda s: MergeTied(),
+    # as soon as it can be proved, so that no pass counts, moves or shards a copy that is not needed
+    lambda s: DropCopies(),
     # after the reference, which is of whole values; before anything counts what a rank holds
     lambda s: Place(parallel=s.plan.parallel),
     # after place: a stage's values are sharded as the whole model's are; before all that counts

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import op_sets
-from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice, final
+from oracle_cases import BOTH, FINE, OPTIMIZER, PARAMETERS, SPILLED, STORED, Choice, captured, final
 from torch import Tensor, fx
 
 from zerofx.ir.meta import info, value
 from zerofx.ir.program import Planned
+from zerofx.passes.pipeline import run
+from zerofx.plan.plan import Parallel
 
 Statement = list[fx.Node]
 
@@ -31,6 +33,14 @@ class Base:
     @property
     def program(self) -> Planned:
         return final(self.case, self.choice)
+
+    @property
+    def reference(self) -> Planned:
+        """The program against which verify proves: of whole values, before layers are cut."""
+        given = captured(self.case, self.choice.units, self.choice.dtype)
+        made = run(given, self.choice.setting(), until="merge-tied")
+        made.plan = replace(made.plan, parallel=Parallel())
+        return made
 
     @property
     def is_placed(self) -> bool:

@@ -659,12 +659,13 @@ def in_two_steps(edit: Editor) -> str | None:
     return None
 
 
-def _lying(edit: Editor, placed: Placed, axis: str, gives: Any) -> Placed:
-    """Return a note over all axes, with another placement over one."""
+def _lying(edit: Editor, placed: Placed, axis: str, made: Placed) -> Placed:
+    """Return a note over all axes, with the placement that a conversion over one of them makes."""
     if axis == next(reversed(edit.program.plan.parallel.value_axes)):
-        return replace(placed, gives=gives)
-    assert placed.outer is not None
-    return replace(placed, outer=replace(placed.outer, gives=gives))
+        return replace(placed, gives=made.gives)
+    assert placed.outer is not None and made.outer is not None
+    outer = replace(placed.outer, gives=made.outer.gives)
+    return replace(placed, gives=made.gives, shape=made.shape, outer=outer)
 
 
 def reduce_apart(edit: Editor) -> str | None:
@@ -682,9 +683,10 @@ def reduce_apart(edit: Editor) -> str | None:
                 edit, node.target, summand, _axis(node), node.args[2:], total, _lies(node)
             )
             total.replace_input_with(summand, made)
-        placed = info(total).placed
-        assert placed is not None
-        set_info(total, placed=_lying(edit, placed, _axis(node), _lies(node)))
+            set_info(made.all_input_nodes[0], placed=info(node).placed)
+        placed, after = info(total).placed, info(node).placed
+        assert placed is not None and after is not None
+        set_info(total, placed=_lying(edit, placed, _axis(node), after))
         total.meta["val"] = value(node)
         what = label(node)
         _replace(edit, node, total)

@@ -296,32 +296,52 @@ class Placed:
         self, ids: Tensor, layer: str, experts: int, capacity: int, groups: int, ranks: int
     ) -> Blocking:
         yield from ()
-        if ranks != 1:
-            raise OracleError(f"slots for {ranks} parts on one rank")
-        rows = ids.new_full((experts, capacity), len(ids))
+        parts = _parts(len(ids), groups, ranks)
+        rows = ids.new_full((experts, ranks * capacity), len(ids) // ranks)
         slots = ids.new_full((len(ids),), experts * capacity)
-        taken = [0] * experts
-        for row, expert in enumerate(ids.tolist()):
-            if taken[expert] < capacity:
-                rows[expert, taken[expert]] = row
-                slots[row] = expert * capacity + taken[expert]
-                taken[expert] += 1
+        for number, part in enumerate(parts):
+            taken = [0] * experts
+            for place, row in enumerate(part):
+                expert = int(ids[row])
+                if taken[expert] < capacity:
+                    rows[expert, number * capacity + taken[expert]] = place
+                    slots[row] = expert * capacity + taken[expert]
+                    taken[expert] += 1
         return rows, slots
 
     def _rows_to_slots(
         self, x: Tensor, rows: Tensor, groups: int, ranks: int, per: int
     ) -> Blocking:
         yield from ()
-        behind = torch.cat([x.repeat_interleave(per, 0), x.new_zeros(1, x.shape[1])])
-        return behind[rows]
+        made = []
+        for part, numbers in zip(
+            _parts(len(x), groups, ranks), rows.chunk(ranks, dim=1), strict=True
+        ):
+            behind = torch.cat([x[part].repeat_interleave(per, 0), x.new_zeros(1, x.shape[1])])
+            made.append(behind[numbers])
+        return torch.cat(made, dim=1)
 
     def _rows_from_slots(self, x: Tensor, slots: Tensor, groups: int, ranks: int) -> Blocking:
         yield from ()
-        behind = torch.cat([x.reshape(-1, x.shape[2]), x.new_zeros(1, x.shape[2])])
-        return behind[slots]
+        made = x.new_empty(len(slots), x.shape[2])
+        for part, held in zip(
+            _parts(len(slots), groups, ranks), x.chunk(ranks, dim=1), strict=True
+        ):
+            behind = torch.cat([held.reshape(-1, x.shape[2]), x.new_zeros(1, x.shape[2])])
+            made[part] = behind[slots[part]]
+        return made
 
     def _own_rows(self, ids: Tensor, axis: str, rows: int) -> Tensor:
         """Return the numbers of ids among this rank's rows, `rows` for those of others."""
         _, place = self._members(axis)
         own = ids - place * rows
         return own.masked_fill((own < 0) | (own >= rows), rows)
+
+
+def _parts(number: int, groups: int, ranks: int) -> list[list[int]]:
+    """Return the rows of each rank: of every group of equal length, ranks have equal stretches."""
+    stretch = number // (groups * ranks)
+    return [
+        [(group * ranks + rank) * stretch + i for group in range(groups) for i in range(stretch)]
+        for rank in range(ranks)
+    ]

@@ -25,6 +25,7 @@ def test_the_order_in_reading_form() -> None:
         "open-experts",
         "tile",
         "merge-tied",
+        "drop-copies",
         "place",
         "cut-stages",
         "split",

@@ -51,6 +51,7 @@ from zerofx.policy import ring
 
 FEW = [*BASES[:3], *BASES[15:22], *BASES[-4:]]
 SPILLED = BASES[-2:]
+BY_CHANCE = 0.01  # a dozen small draws: one in twenty each would make every other run fail
 BY_ANY = ("mutants_drop", "mutants_move", "mutants_value")
 
 
@@ -61,19 +62,24 @@ def tally(count: int, seed: int, bases: list = BASES) -> Tally:
     return found
 
 
-def check(found: Tally, refused_at_most: float, strays_by: float = 0.0) -> None:
+def check(found: Tally, refused_at_most: float, by_chance: float = 1.0) -> None:
     """Demand that no harm passes, and little that does none is refused.
 
-    strays_by: how many standard deviations a draw of this size may be above that share.
+    by_chance: a draw with more refused is accepted too if one of this size has as many with at
+        least this probability; by default no such draw is.
     """
     print(found.table())
     assert not found.accepted_harmful, "\n".join(found.accepted_harmful)
     refused = len(found.refused_harmless)
     harmless = refused + found.total("harmless accepted")
     report = "\n".join(found.refused_harmless)
-    chance = strays_by * math.sqrt(refused_at_most * (1 - refused_at_most) * harmless)
-    most = refused_at_most * harmless + chance
-    assert refused <= most, f"{refused} of {harmless} refused:\n{report}"
+    share = refused_at_most
+    as_many = sum(
+        math.comb(harmless, n) * share**n * (1 - share) ** (harmless - n)
+        for n in range(refused, harmless + 1)
+    )
+    is_few = refused <= share * harmless or as_many >= by_chance
+    assert is_few, f"{refused} of {harmless} refused:\n{report}"
 
 
 def test_verify_tells_harm_from_harmless() -> None:
@@ -81,7 +87,7 @@ def test_verify_tells_harm_from_harmless() -> None:
     harmful, harmless = (found.total(f"{h} {r}") for h, r in
                          [("harmful", "refused"), ("harmless", "accepted")])  # fmt: skip
     assert min(harmful, harmless) >= 8, "the draw is one-sided"
-    check(found, 0.1)  # of some 15 harmless ones
+    check(found, 0.1, by_chance=BY_CHANCE)  # of some 15 harmless ones, two are no news
 
 
 def test_of_what_goes_on_to_nvme() -> None:
@@ -97,8 +103,7 @@ def test_of_what_goes_on_to_nvme() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 103))
 def test_verify_tells_harm_from_harmless_on_many(seed: int) -> None:
-    """Of the 70 harmless ones of a seed 4 or 5 are no news."""
-    check(tally(4 * len(KINDS), seed), 0.05, strays_by=1.65)
+    check(tally(4 * len(KINDS), seed), 0.05, by_chance=BY_CHANCE)
 
 
 def test_of_layers_that_are_cut() -> None:
@@ -123,7 +128,7 @@ def test_of_experts_that_are_divided(seed: int) -> None:
         found.add(mutant)
     own = [k.__name__.replace("_", "-") for k in EXPERT_KINDS]
     assert found.total("harmful refused", own) >= 2 * len(own)
-    check(found, 0.1, strays_by=1.65)
+    check(found, 0.1, by_chance=BY_CHANCE)
 
 
 @pytest.mark.slow
@@ -173,7 +178,7 @@ def test_of_layers_and_sequences_that_are_cut_many(seed: int) -> None:
     for mutant in generate(3 * len(kinds), seed, CROSSED_BASES, kinds):
         found.add(mutant)
     assert found.total("harmful refused") > 20
-    check(found, 0.1, strays_by=1.65)
+    check(found, 0.1, by_chance=BY_CHANCE)
 
 
 def test_of_rings_of_attention() -> None:
@@ -211,7 +216,7 @@ def test_of_rings_of_attention_many(seed: int) -> None:
         found.add(mutant)
     own = [k.__name__.replace("_", "-") for k in RING_KINDS]
     assert found.total("harmful refused", own) > 10
-    check(found, 0.1, strays_by=1.65)
+    check(found, 0.1, by_chance=BY_CHANCE)
 
 
 @pytest.mark.parametrize("wrong", ["source", "dropped", "twice", "masked"])
@@ -257,7 +262,7 @@ def test_of_tiles_of_layers_that_are_cut_many(seed: int) -> None:
     for mutant in generate(3 * len(kinds), seed, TILED_PARTS, kinds):
         found.add(mutant)
     assert found.total("harmful refused") > 20
-    check(found, 0.1, strays_by=1.65)
+    check(found, 0.1, by_chance=BY_CHANCE)
 
 
 @pytest.mark.slow
@@ -268,7 +273,7 @@ def test_of_sequences_that_are_cut_many(seed: int) -> None:
     kinds = [k for k in PLACED if not k.__name__.startswith((*NO_TENSOR, "reduce_early"))]
     for mutant in generate(4 * len(kinds), seed, CONTEXT_BASES, kinds):
         found.add(mutant)
-    check(found, 0.1, strays_by=1.65)
+    check(found, 0.1, by_chance=BY_CHANCE)
 
 
 @pytest.mark.slow
@@ -279,7 +284,7 @@ def test_of_schedules_of_sequences_that_are_cut(seed: int) -> None:
     kinds = [k for k in KINDS if k.__module__ in BY_ANY and k not in (drop_update, move_update)]
     for mutant in generate(4 * len(kinds), seed, CONTEXT_BASES, kinds):
         found.add(mutant)
-    check(found, 0.05, strays_by=1.65)
+    check(found, 0.05, by_chance=BY_CHANCE)
 
 
 @pytest.mark.slow
@@ -289,7 +294,7 @@ def test_of_layers_that_are_cut_many(seed: int) -> None:
     found = Tally()
     for mutant in generate(5 * len(PLACED), seed, PLACED_BASES, PLACED):
         found.add(mutant)
-    check(found, 0.05, strays_by=1.65)
+    check(found, 0.05, by_chance=BY_CHANCE)
 
 
 @pytest.mark.slow
@@ -300,7 +305,7 @@ def test_of_schedules_of_layers_that_are_cut(seed: int) -> None:
     kinds = [k for k in KINDS if k.__module__ in BY_ANY and k not in (drop_update, move_update)]
     for mutant in generate(4 * len(kinds), seed, PLACED_BASES, kinds):
         found.add(mutant)
-    check(found, 0.05, strays_by=1.65)
+    check(found, 0.05, by_chance=BY_CHANCE)
 
 
 def test_the_order_of_random_draws_is_part_of_the_program() -> None:
