@@ -56,8 +56,10 @@ def train(
             each.zero_grad()
 
 
-def plain_run(kind: str, steps: int, case: str = "gpt") -> nn.Module:
-    model = CASES[case].make()
+def plain_run(
+    kind: str, steps: int, case: str = "gpt", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    model = CASES[case].make().to(dtype)
     train(model, made(model, kind), range(steps), case=case)
     return model
 
@@ -72,8 +74,10 @@ def difference(model: Any, expected: nn.Module) -> float:
     )
 
 
-def run(plan: dict[str, Any], kind: str, before: bool) -> tuple[float, int]:
-    plain = CASES["gpt"].make()
+def run(
+    plan: dict[str, Any], kind: str, before: bool, dtype: torch.dtype = torch.float32
+) -> tuple[float, int]:
+    plain = CASES["gpt"].make().to(dtype)
     if before:
         optimizers = made(plain, kind)
         model = zerofx.compile(plain, {**ATEN, **plan}, optimizer=optimizers)
@@ -83,7 +87,7 @@ def run(plan: dict[str, Any], kind: str, before: bool) -> tuple[float, int]:
     train(model, optimizers, range(4))
     states = optimizers[0].state.values()
     held = sum(t.numel() for s in states for t in s.values() if isinstance(t, Tensor))
-    return difference(model, plain_run(kind, 4)), held
+    return difference(model, plain_run(kind, 4, dtype=dtype)), held
 
 
 # Muon's iterations in bf16 amplify the order in which gradients are added: 1e-6 with AVX-512,
@@ -99,10 +103,18 @@ def test_muon_on_a_gpt_equals_one_process(pool: Pool, stage: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Adafactor", "Shampoo", "Soap"])
+@pytest.mark.parametrize("kind", ["Shampoo", "Soap"])
 @pytest.mark.parametrize("before", [False, True])
 def test_the_others_equal_one_process_too(pool: Pool, kind: str, before: bool) -> None:
     assert all(error <= 1e-6 for error, _ in pool.run(2, run, {"stage": 3}, kind, before))
+
+
+# In float32, AdamW makes 2e-6 with AVX2 of key biases, whose true gradient is zero.
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [False, True])
+def test_adafactor_equals_one_process_in_float64(pool: Pool, before: bool) -> None:
+    given = {"stage": 3}, "Adafactor", before, torch.float64
+    assert all(error <= 1e-12 for error, _ in pool.run(2, run, *given))
 
 
 # As above, and two axes change the order once more.

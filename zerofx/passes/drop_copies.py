@@ -56,7 +56,7 @@ class DropCopies(Pass):
                 node.replace_all_uses_with(source)
                 gm.graph.erase_node(node)
                 dropped += 1
-        return Report(dropped > 0, f"{dropped} copies are read at their source")
+        return Report(dropped > 0, f"copies left out: {dropped}")
 
 
 def _whole(node: fx.Node) -> fx.Node | None:
