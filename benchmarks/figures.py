@@ -29,7 +29,7 @@ STEP_TIME = {  # the file of each size: a run takes hours, so that sizes were me
 MEMORY, BUDGET = "memory-20261128-014919", "budget-20261122-063132"
 OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261122-043204"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
-PARALLEL, ONE_PROCESS = "parallel-20261127-234505", "one_process-20261128-014544"
+PARALLEL, ONE_PROCESS = "parallel-20261127-234505", "one_process-20261128-214417"
 BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
 
 OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them
@@ -190,9 +190,11 @@ def _others() -> Iterator[Claim]:
         figures = (str(r["ranks"]), *numbers("{:.2f}", r["wall"], r["cpu"], r["peak"]))
         figures += numbers("{:.3f}", r["predicted"])
         yield Claim(MEASURED, "Layers over ranks", f"| {label} |", figures, PARALLEL)
+    again = {r["model"]: r for r in rows(ONE_PROCESS) if r["system"] == "again"}
     for r in rows(ONE_PROCESS):
         if r["system"] == "aten":
-            figures = numbers("{:.2f}", r["ratio"], r["low"], r["high"])
+            both = (r, again[r["model"]])
+            figures = numbers("{:.2f}", *(x[k] for x in both for k in ("ratio", "low", "high")))
             begin = f"| {r['model']} |"
             yield Claim(MEASURED, "One process beside eager", begin, figures, ONE_PROCESS)
     working = numbers("{:,.1f}", *(r["working_mib"] for r in rows(BIG_TILES)))

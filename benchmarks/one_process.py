@@ -3,10 +3,11 @@
     python -m benchmarks.one_process                                  # "aten" against eager
     python -m benchmarks.one_process --systems eager,aten,torch.compile,inductor --models mnist
 
-All systems of a model are in one process, with one thread, and take turns, some steps each. Ratios
-to eager are medians over the turns of CPU seconds per step, with their quartiles; the second eager
-model, "again", shows what the machine adds. Losses of the first step must agree to 1e-4, where a
-model draws no random numbers.
+All systems of a model are in one process, with one thread, and take turns, some steps each, with a
+turn of eager between any two. Each turn's CPU seconds per step are divided by the mean of the
+eager turns before and after it, since the machine drifts; the ratios are medians, with quartiles.
+The second eager model, "again", shows what the machine adds. Losses of the first step must agree to
+1e-4, where a model draws no random numbers.
 """
 
 from __future__ import annotations
@@ -68,15 +69,25 @@ def run(name: str, systems: list[str], turns: int, seconds: float) -> list[dict[
         trainee.steps(WARMUP)
     count = max(round(seconds / trainees["eager"].steps(2)[1]), 1)
     taken: dict[str, list[tuple[float, float]]] = {s: [] for s in systems}
+    ratios: dict[str, list[float]] = {s: [] for s in systems}
+
+    def turn_of(system: str) -> float:
+        trainees[system].steps(1)  # the caches held another model
+        taken[system].append(trainees[system].steps(count)[:2])
+        return taken[system][-1][0]
+
+    others = [s for s in systems if s != "eager"]
+    before = turn_of("eager")
     for turn in range(turns):
-        order = systems[turn % len(systems) :] + systems[: turn % len(systems)]
-        for system in order:
-            trainees[system].steps(1)  # the caches held another model
-            taken[system].append(trainees[system].steps(count)[:2])
+        for k in range(len(others)):
+            system = others[(turn + k) % len(others)]
+            mine, after = turn_of(system), turn_of("eager")
+            ratios[system].append(2 * mine / (before + after))
+            ratios["eager"].append(after / before)
+            before = after
     lines = []
     for system in systems:
-        ratios = [a / b for (a, _), (b, _) in zip(taken[system], taken["eager"], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = statistics.quantiles(ratios[system], n=4)
         lines.append(
             {
                 "model": name, "system": system, "steps": count,
@@ -104,7 +115,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--systems", default="eager,again,aten", help=", ".join(SYSTEMS))
     parser.add_argument("--models", default=",".join(SMALL), help=", ".join(SMALL))
-    parser.add_argument("--turns", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=0.3, help="of eager steps in a turn")
     options = parser.parse_args()
     for name, known in (("systems", SYSTEMS), ("models", tuple(SMALL))):
@@ -112,8 +123,8 @@ def main() -> None:
         if not set(chosen) <= set(known):
             parser.error(f"--{name} {','.join(chosen)}: known are {', '.join(known)}")
     systems = options.systems.split(",")
-    if "eager" not in systems:
-        parser.error(f"--systems {options.systems}: ratios are to eager, which is missing")
+    if "eager" not in systems or len(systems) == 1:
+        parser.error(f"--systems {options.systems}: name eager, to which ratios are, and another")
     torch.set_num_threads(1)
     lines: list[dict[str, Any]] = []
     for name in options.models.split(","):

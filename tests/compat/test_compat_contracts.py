@@ -36,13 +36,14 @@ from zerofx.compat import (
     groups,
     inductor,
     modules,
+    operators,
     optim,
     strides,
     tensors,
     tracing,
 )
-from zerofx.compat.aliases import results_in_inputs
 from zerofx.compat.flops import counted_flops
+from zerofx.compat.operators import results_in_inputs
 from zerofx.compat.wrapper import trace
 
 aten = torch.ops.aten
@@ -626,6 +627,29 @@ def undecided_views() -> None:
     with graph.inserting_before(output):
         output.args = ((graph.call_function(aten.reshape.default, (seen, [2, 2])),),)
     assert results_in_inputs(graph) is None
+
+
+@contract("torch._C._VariableFunctions", "torch._C._nn", "torch._C.TensorBase")
+def bindings() -> None:
+    """They have a function for each operator that regions call directly (test_operators.py)."""
+    for name in (*operators.FUNCTIONS, *operators.METHODS):
+        assert callable(operators.binding(name)), name
+
+
+def test_sums_of_scaled_products() -> None:
+    """Inductor is given no factor of a summand, which it forgets if the summand is a product."""
+    scaled = fx.Graph()
+    x, y = scaled.placeholder("x"), scaled.placeholder("y")
+    product = scaled.call_function(aten.mm.default, (x, y))
+    scaled.output((scaled.call_function(aten.add.Tensor, (x, product), {"alpha": 2}),))
+    x, y = torch.ones(4, 4), torch.full((4, 4), 0.5)
+    specs = tuple(("float32", (4, 4), (4, 1), "cpu") for _ in range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        gm = fx.GraphModule(nn.Module(), scaled)
+        compiled = inductor.compile_region(gm, specs, str(Path(folder) / "region.bin"))
+        assert compiled is not None
+        (found,) = compiled([x, y])
+    assert torch.equal(found, torch.add(x, x @ y, alpha=2))
 
 
 @contract("torch._ops.HigherOrderOperator", "torch._higher_order_ops.utils.registered_hop_fake_fns")

@@ -64,6 +64,32 @@ def test_a_second_value_makes_a_dimension_free_and_a_third_compiles_nothing():
     assert [str(d) for s in model.programs[0].sizes.symbols for d in s.dims] == ["x.shape[0]"]
 
 
+@pytest.mark.parametrize("varies", ["batch", "length", "both"])
+def test_layers_that_only_their_place_names_take_one_program(varies, caplog):
+    """Layers of a Sequential and of torch's Transformer, whose sizes tensor parallelism reads."""
+
+    class Encoder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+            self.layers = nn.ModuleList([layer, copy.deepcopy(layer)])
+            self.head = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 5))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x).square().mean()
+
+    torch.manual_seed(0)
+    plain = Encoder()
+    model = compiled(copy.deepcopy(plain))
+    for size in (8, 6, 4, 9):
+        shape = {"batch": (size, 5), "length": (3, size), "both": (size, size + 2)}[varies]
+        check_equal(model, plain, (torch.randn(*shape, 16),))
+    assert len(model.zerofx.programs) == 1
+    assert "cannot vary" not in caplog.text
+
+
 def test_padded_text_takes_two_programs_and_a_smaller_last_batch_none():
     torch.manual_seed(0)
     plain = GPT(SMALL)

@@ -35,7 +35,7 @@ def test_a_step_that_an_exception_has_left_half_made(monkeypatch: pytest.MonkeyP
     pack, count = engine.pack, iter(range(100))
 
     def failing(*args: Any) -> None:
-        if next(count) == 2:
+        if next(count) == 3:
             raise MemoryError("planted")
         pack(*args)
 

@@ -145,13 +145,13 @@ def capture(
 
     names = Names(call, harness.results, unit_of_param, buffers, tuple(numbers))
     gm, infos = label(gm, names)
-    params = with_seeds(model, params, gm.graph)
     warn_of_unrolled(model, gm.graph)
     served = Sizes()
     if symbols is not None:
         served = settled(gm, symbols, varying, own)
         results = harness.results
         results.constants = settled_results(results.constants, symbols, served)
+    params = with_seeds(model, params, gm.graph)  # it reads sizes, which are numbers from here on
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD
     return Captured(

@@ -15,8 +15,10 @@ from torch import Tensor, fx
 
 from zerofx.codegen.text import read_comment, read_origin
 from zerofx.compat.graphs import LazyGraphModule, TorchDispatchMode, op_name, pytree, schema_of
+from zerofx.compat.operators import out_of_place
+from zerofx.compat.tracing import memory_of
 from zerofx.errors import ProgramError
-from zerofx.ir.graphs import call, is_random
+from zerofx.ir.graphs import call, is_alias, is_random
 from zerofx.ir.meta import Phase, Role, set_info
 from zerofx.ir.text import identifier
 from zerofx.ir.verify_fault import file_lines
@@ -50,24 +52,33 @@ class Recorder(TorchDispatchMode):
         self._loose: int | None = None  # of consecutive compute in schedule.py itself
         self._unit = ""
         self._place = ""
-        self._of: dict[int, tuple[Any, fx.Node]] = {}  # id of a value -> it (kept alive), its node
+        # id of a value -> it (kept alive), its node, and how often its memory had been written to
+        self._of: dict[int, tuple[Any, fx.Node, int]] = {}
+        self._writes: dict[Any, int] = {}  # memory that compute has written to -> how often
+        self._own: set[Any] = set()  # memory that the present region has allocated
         self._is_paused = False
 
     # -- values -----------------------------------------------------------------------------------
     def bind(self, made: Any, node: fx.Node) -> Any:
         """Associate a value with a node from now on; return the value."""
-        self._of[id(made)] = made, node
+        writes = self._writes.get(_memory(made), 0) if self._writes else 0
+        self._of[id(made)] = made, node, writes
         return made
 
     def node(self, made: Any, what: str) -> fx.Node:
         """Return the node that a value is associated with.
 
         Raises:
-            ProgramError: the function did not compute this value.
+            ProgramError: the function did not compute this value, or has written over it.
         """
         found = self._of.get(id(made))
         if found is None:
             raise self.refuse(f"{what} is {_describe(made)}, which this function did not compute.")
+        if self._writes and self._writes.get(_memory(made), 0) != found[2]:
+            raise self.refuse(
+                f"{what} is {_describe(made)}, which an operator has written over through another "
+                "view. Compute a new value there."
+            )
         return found[1]
 
     def refuse(self, message: str) -> ProgramError:
@@ -139,6 +150,7 @@ class Recorder(TorchDispatchMode):
         """Record the compute inside the block as one region."""
         assert self._region is None, "a region inside a region"
         self._region, self._loose, self._unit = self.num_regions, None, unit
+        self._own.clear()
         self._place = self.place()
         self.num_regions += 1
         try:
@@ -160,12 +172,30 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
         if not self._is_paused and func is not torch.ops.prim.device.default:
-            self._record(func, args, kwargs, made)
+            if schema_of(func).is_mutable:
+                self._overwrite(func, args, kwargs)
+            else:
+                self._record(func, args, kwargs, made)
         return made
 
+    def _overwrite(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Record an operator that writes over its first argument as one that computes a new value.
+
+        From then on that argument has the new value. Its views must not be read again.
+        """
+        compute = out_of_place(func)
+        is_own = self._region is not None and _memory(args[0]) in self._own
+        if compute is func or not is_own:
+            raise self.refuse(
+                f"{func} writes in place. Emitted files compute new values only, except that a "
+                "region may write those of pointwise operators over memory that it has allocated."
+            )
+        self._record(compute, args, kwargs, made := compute(*args, **kwargs))
+        memory = _memory(args[0])
+        self._writes[memory] = self._writes.get(memory, 0) + 1
+        self.bind(args[0], self.node(made, "its result"))
+
     def _record(self, func: Any, args: Any, kwargs: dict[str, Any], made: Any) -> None:
-        if schema_of(func).is_mutable:
-            raise self.refuse(f"{func} writes in place. Emitted files compute new values only.")
         results = made if isinstance(made, (tuple, list)) else [made]
         if not any(isinstance(r, Tensor) for r in results):
             return
@@ -174,6 +204,8 @@ class Recorder(TorchDispatchMode):
         node = self.graph.create_node("call_function", func, taken, named, name=base)
         node.meta["val"] = made
         self._describe_node(node)
+        if not is_alias(node):
+            self._own.update(_memory(r) for r in results)
         if made is results:
             self.items(node)
         else:
@@ -224,6 +256,10 @@ class Recorder(TorchDispatchMode):
             if node.target is operator.getitem and not node.users:
                 self.graph.erase_node(node)
         return LazyGraphModule(self.root, self.graph)
+
+
+def _memory(value: Any) -> Any:
+    return memory_of(value) if isinstance(value, Tensor) else None
 
 
 def _describe(value: Any) -> str:

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +24,8 @@ from zerofx.codegen.text import (
     wrap_tuple,
 )
 from zerofx.compat.graphs import schema_of
-from zerofx.ir.graphs import is_fused, regions
+from zerofx.compat.operators import in_place
+from zerofx.ir.graphs import is_fused, overwrites, regions
 from zerofx.ir.meta import Phase, info, value
 from zerofx.ir.sizes import describe_node, form, names_in
 from zerofx.ir.spec import Kind, kind_of
@@ -134,7 +136,7 @@ class _Body:
             self._bind(node, self._relative(info(node).name) if is_param else f"x{i}")
         for node in nodes:
             self._bind(node, self._base(node))
-        self.dying = self._last_uses()
+        self.dying, self.overwrites = self._last_uses(), overwrites(nodes)
 
     def _relative(self, name: str) -> str:
         name = re.sub(r"\[\d+:\d+\]$", "", name)  # drop the row range: a layer's tiles are alike
@@ -180,11 +182,15 @@ class _Body:
         found = []
         for node in self.nodes:
             args = [literal(a, self.names) for a in node.args]
+            target: Any = node.target
+            if (over := self.overwrites.get(node)) is not None:
+                target = in_place(target)
+                args.insert(0, args.pop(over))
             args += [f"{k}={literal(v, self.names)}" for k, v in node.kwargs.items()]
             if node.target is operator.getitem:
                 call = f"{args[0]}[{args[1]}]"
             else:
-                call = f"{callee(node.target)}({', '.join(args)})"
+                call = f"{callee(target)}({', '.join(args)})"
             where = info(node)
             module = where.module.removeprefix(self.unit).strip(".")
             statement = f"{self.names[node]} = {call}"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from zerofx.compat.aliases import Alias
+from zerofx.compat.operators import Alias
 
 _GUARDS: Any = torch._C._dynamo.guards
 # Names that a generated call may use besides its kernels: the same objects as in Inductor's module.

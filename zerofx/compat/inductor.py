@@ -24,8 +24,8 @@ from typing import Any, TypeVar
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerofx.compat.aliases import is_tensor_call, is_view, results_in_inputs
 from zerofx.compat.direct import load_direct, replace_file, save_direct, staging_mark
+from zerofx.compat.operators import is_tensor_call, is_view, results_in_inputs
 from zerofx.compat.strides import TrueStrides, keep_strides
 from zerofx.compat.tracing import Symbols
 
@@ -91,6 +91,21 @@ def compile_region(
     return _despite_cache(lambda: _compile_region(gm, specs, path, hints or {}), lock_limit_s)
 
 
+def _spell_out_scales(gm: torch.fx.GraphModule) -> None:
+    """Replace add(x, y, alpha=a) by add(x, mul(y, a)).
+
+    Inductor fuses a sum with a matrix product, and forgets this factor of the product.
+    """
+    add, mul = torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor
+    for node in gm.graph.find_nodes(op="call_function", target=add):
+        scale = node.kwargs.get("alpha", 1)
+        if scale != 1:
+            with gm.graph.inserting_before(node):
+                node.args = node.args[0], gm.graph.call_function(mul, (node.args[1], scale))
+            node.kwargs = {}
+    gm.recompile()
+
+
 def _compile_region(
     gm: torch.fx.GraphModule,
     specs: Specs | Callable[..., Specs],
@@ -102,6 +117,7 @@ def _compile_region(
     calls = [n.target for n in gm.graph.nodes if n.op == "call_function"]
     if all(is_view(target) for target in calls if is_tensor_call(target)):
         return None  # Inductor generates no code for views, and warns that it has nothing to save
+    _spell_out_scales(gm)
     options: dict[str, Any] = {"config_patches": _config()}
     aliases = results_in_inputs(gm.graph)
     symbols = Symbols(hints) if hints else None

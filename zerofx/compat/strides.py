@@ -24,7 +24,7 @@ from torch._prims_common import compute_elementwise_output_strides, suggest_memo
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerofx.compat.aliases import is_view
+from zerofx.compat.operators import is_view
 
 aten = torch.ops.aten
 Strides = tuple[int, ...]

@@ -196,7 +196,7 @@ class KnownValues:
         """Record how the results of a call were made, if all of its arguments may be known."""
         given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         if func._schema.is_mutable:
-            self._written.update(map(_memory, given))
+            self._written.update(map(memory_of, given))
             return
         if func in _FILLS and isinstance(made, FakeTensor):
             if not _has_symbols(made):
@@ -240,7 +240,7 @@ class KnownValues:
         if not isinstance(tensor, FakeTensor):
             return _Origin(None, value=tensor)
         origin = tensor.__dict__.get(_NOTE)
-        is_written = _memory(tensor) in self._written
+        is_written = memory_of(tensor) in self._written
         if origin is None or is_written or origin.func is aten.rand.default:
             raise _Unknown
         if origin.func is None and not self.holds:
@@ -330,7 +330,7 @@ class KnownValues:
         return not _BELOW[packet] if is_below else None
 
 
-def _memory(tensor: Tensor) -> StorageWeakRef | None:
+def memory_of(tensor: Tensor) -> StorageWeakRef | None:
     """Return an identifier of a tensor's memory, None for a sparse tensor."""
     return StorageWeakRef(tensor.untyped_storage()) if tensor.layout is torch.strided else None
 

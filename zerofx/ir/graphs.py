@@ -16,10 +16,13 @@ from zerofx.compat.graphs import (
     argument_names,
     known_values,
     op_argument,
+    op_name,
     schema_of,
 )
-from zerofx.ir.meta import Role, info, set_info
+from zerofx.compat.operators import in_place
+from zerofx.ir.meta import Role, info, set_info, value
 from zerofx.ir.program import Program, placeholders
+from zerofx.ir.sizes import form
 from zerofx.ir.spec import Carries, Kind, kind_of, spec_of
 from zerofx.kernels.ops import FUSED
 from zerofx.layout.buckets import Layout
@@ -106,6 +109,22 @@ def alias_source(node: fx.Node) -> fx.Node:
     """Follow views back to the node that owns the storage (the node itself if it is not a view)."""
     while is_alias(node):
         node = next(a for a in node.args if isinstance(a, fx.Node))
+    return node
+
+
+# Views of all elements of a dense tensor, for every value of a size that varies.
+_WHOLE_VIEWS = frozenset({
+    f"aten::{name}" for name in (
+        "view", "_unsafe_view", "unsqueeze", "squeeze", "detach", "alias", "t", "transpose",
+        "permute",
+    )
+})  # fmt: skip
+
+
+def whole_source(node: fx.Node) -> fx.Node:
+    """Follow views of all elements back to the tensor, which may be a part of a larger one."""
+    while isinstance(node.target, OpOverload) and schema_of(node.target).name in _WHOLE_VIEWS:
+        node = node.all_input_nodes[0]
     return node
 
 
@@ -275,3 +294,72 @@ def erase_unused(program: Program) -> int:
             gm.graph.erase_node(node)
             erased += 1
     return erased
+
+
+# -- operators that write over an operand ----------------------------------------------------------
+# Graphs compute new values only. Where a region runs op by op, a sum of two gradients, a scaled
+# value or a ReLU can have the memory of an operand that is read no more, which saves an allocation
+# and a pass through the cache. The emitted region and the memory model both ask here.
+
+COMMUTATIVE = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor})
+# Results may be, or share, other memory than their schemas say.
+_SHARING = frozenset({
+    "channel_shuffle", "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "_cudnn_rnn",
+    "_embedding_bag", "_embedding_bag_forward_only", "dequantize",
+})  # fmt: skip
+
+
+def overwrites(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """Return, for each node of a region that overwrites an argument, that argument's position.
+
+    The argument was computed in the region, by an operator that allocates it, and is a whole tensor
+    in the form of the result. Nothing reads its memory afterwards: neither the region, through any
+    view, nor the rest of the program.
+
+    nodes: of one region, in order.
+    """
+    inside = set(nodes)
+    roots = {node: alias_source(node) for node in nodes}
+    last: dict[fx.Node, fx.Node] = {}
+    kept: set[fx.Node] = set()
+    for node in nodes:
+        if any(user not in inside for user in node.users):
+            kept.add(roots[node])
+        for read in node.all_input_nodes:
+            if read in inside:
+                last[roots[read]] = node
+    found = {}
+    for node in nodes:
+        if in_place(node.target) is None:
+            continue
+        for position in range(2 if _commutes(node) else 1):
+            operand = node.args[position]
+            if not isinstance(operand, fx.Node) or operand not in inside:
+                continue
+            root = roots[operand]
+            others = [roots.get(n) for n in node.all_input_nodes if n is not operand]
+            if root in kept or last[root] is not node or root in others:
+                continue
+            if whole_source(operand) is root and _allocates(root) and _are_alike(node, operand):
+                found[node] = position
+                break
+    return found
+
+
+def _commutes(node: fx.Node) -> bool:
+    return node.target in COMMUTATIVE and len(node.args) == 2 and not node.kwargs
+
+
+def _allocates(root: fx.Node) -> bool:
+    target = root_producer(root).target
+    if not isinstance(target, OpOverload) or schema_of(target).is_mutable:
+        return False
+    space, name, _ = op_name(target)
+    return space == "aten" and name not in _SHARING
+
+
+def _are_alike(node: fx.Node, operand: fx.Node) -> bool:
+    one, other = value(node), value(operand)
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.dtype is other.dtype and one.device == other.device and form(node) == form(operand)

@@ -270,10 +270,12 @@ def viewed(before: Sequence[int], after: Sequence[int], cut: Cut) -> Iterator[Cu
         right = after[j] if j < len(after) else 1
         i, j = i + 1, j + 1
         while left != right:
-            if left < right:
+            if left < right and i < len(before):
                 left, i = left * before[i], i + 1
-            else:
+            elif right < left and j < len(after):
                 right, j = right * after[j], j + 1
+            else:
+                return  # no view: an edited program may have other numbers of elements
         if first_i <= cut.dim < min(i, len(before)):
             outer = math.prod(before[first_i : cut.dim]) * cut.groups
             for dim in range(first_j, min(j, len(after))):

@@ -4,7 +4,8 @@ Two programs compute the same if and only if their outputs have the same digests
 adds are erased, each as its spec declares: launch, wait and sync are identities, a view of a bucket
 at the layout's offset is the parameter, and the packed, reduced and stored values are the
 gradients. A saved value is the forward value it came from. A recomputed node has the digest of the
-original one, and a view or copy that keeps shape and strides has the digest of its source.
+original one, and a view or copy that keeps shape and strides has the digest of its source. So has a
+sum or product whose two operands change places.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 
 from zerofx.compat.graphs import FakeTensor, OpOverload, schema_of
+from zerofx.ir.graphs import COMMUTATIVE
 from zerofx.ir.meta import (
     UPDATES,
     Info,
@@ -41,7 +43,7 @@ SAME_VALUES = frozenset({
     _aten.detach.default, _aten.alias.default, _aten.clone.default, _aten.view.default,
     _aten.expand.default, _aten.slice.Tensor, _aten.permute.default,
 })  # fmt: skip
-_OWN_INVERSE = frozenset({_aten.t.default, _aten.transpose.int})
+OWN_INVERSE = frozenset({_aten.t.default, _aten.transpose.int})
 
 SHORT = 6  # characters of a digest kept to tell values apart within one program
 
@@ -162,7 +164,7 @@ class Numbering:
     def _called(self, node: fx.Node, whole: Any) -> Any:
         where = info(node)
         text = f"{_callee(whole.target)}({self._arguments(whole)})"
-        if whole.target in _OWN_INVERSE:
+        if whole.target in OWN_INVERSE:
             return self._transposed(whole, text)
         if where.is_random:
             # two draws differ although their expressions are equal: the draw's index distinguishes
@@ -189,7 +191,7 @@ class Numbering:
             texts.append(self._text(named[argument]) if argument in named else default)
         for position in unread(node):
             texts[position] = "unread"
-        return ",".join(texts)
+        return _listed(node.target, texts)
 
     def _text(self, argument: Any) -> str:
         if isinstance(argument, fx.Node):
@@ -232,8 +234,16 @@ def sum_digest(summands: Sequence[str]) -> str:
     assert formal is not None
     rest = [default for _, default in formal[2:]]
     for other in others:
-        total = digest(f"{_callee(_aten.add.Tensor)}({','.join([total, other, *rest])})")
+        given = _listed(_aten.add.Tensor, [total, other, *rest])
+        total = digest(f"{_callee(_aten.add.Tensor)}({given})")
     return total
+
+
+def _listed(target: Any, arguments: list[str]) -> str:
+    """Return arguments as text, in an order of their own if theirs does not matter."""
+    if target in COMMUTATIVE and arguments[2:] in ([], ["1"]):  # alpha, of the second
+        arguments = [*sorted(arguments[:2]), *arguments[2:]]
+    return ",".join(arguments)
 
 
 def leaf_digest(role: Role, name: str, index: int = -1) -> str:

@@ -121,7 +121,7 @@ def region_rewritten(directory: Path) -> None:
     source = Source(directory, "regions/blocks_forward.py")
     source.lines = [line for line in source.lines if not line.startswith("    del ")]
     source.move(r"    t_3 = ", r"    view = ", "def blocks_forward")
-    source.replace(r"aten.add.Tensor\(x0, (view_\d+)\)", r"x0 + \1", "def blocks_forward")
+    source.replace(r"aten.add_.Tensor\((view_\d+), x0\)", r"x0 + \1", "def blocks_forward")
     text = "\n".join(source.lines)
     source.lines = re.sub(r"\bgelu\b(?!\.)", "activated", text).split("\n")
     source.write()

@@ -21,6 +21,7 @@ import zerofx
 from zerofx import ops
 from zerofx.codegen.emit import emit, render
 from zerofx.errors import ProgramError
+from zerofx.ir.graphs import COMMUTATIVE
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import BACKWARD, FORWARD, Planned, Unproved
 from zerofx.plan.parts import Offload
@@ -60,6 +61,8 @@ def shape_of(p: Planned) -> dict[str, list[tuple[Any, ...]]]:
 def _plain(node: fx.Node, position: dict[fx.Node, int]) -> tuple[Any, ...]:
     where = info(node)
     args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"#{position[n]}")
+    if node.target in COMMUTATIVE and len(node.args) == 2:  # an operand that is written over: first
+        args = sorted(map(str, args[0])), args[1]
     # equal regions are one file, so that a line may be that of another layer
     kept = (where.role, where.region, where.is_random, where.phase, bool(where.line))
     return (str(args) if node.op != "placeholder" else where.name, *kept)

@@ -76,7 +76,40 @@ def test_kept(forward: Callable[[Tensor, Tensor], object]) -> None:
     assert copies(after(program)) == copies(program)
 
 
-@pytest.mark.parametrize("forward", [*DROPPED.values(), *KEPT.values()], ids=[*DROPPED, *KEPT])
+VIEWS: dict[str, tuple[Callable[[Tensor, Tensor], object], int]] = {  # with how many views stay
+    "transposed and back": (lambda x, w: (x @ w.t().t()).sum(), 0),
+    "dimensions swapped and back": (lambda x, w: (x @ w).transpose(0, 1).transpose(0, 1).sin(), 0),
+    "detached": (lambda x, w: ((x @ w).sin().detach() * x).sum() + w.sum(), 0),
+    "a view of its own shape": (lambda x, w: (x @ w).view(4, 6).sin().sum(), 0),
+    "of the source as result": (lambda x, w: ((h := x @ w), h.view(4, 6)), 1),
+    "of an input as result": (lambda x, w: (x.view(4, 6), (x @ w).sum()), 1),
+    "another shape": (lambda x, w: (x @ w).view(2, 12).sin().sum(), 1),
+    "transposed once": (lambda x, w: (x @ w).t().sin().sum(), 1),
+    "swapped otherwise": (
+        lambda x, w: (x @ w).view(2, 2, 6).transpose(0, 1).transpose(1, 2).sin(), 3,
+    ),
+}  # fmt: skip
+VIEW_OPS = {
+    torch.ops.aten.t.default, torch.ops.aten.transpose.int, torch.ops.aten.detach.default,
+    torch.ops.aten.view.default,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("forward", "left"), VIEWS.values(), ids=VIEWS)
+def test_views_of_the_same_tensor_are_left_out(
+    forward: Callable[[Tensor, Tensor], object], left: int
+) -> None:
+    with torch.no_grad():
+        program = program_of(forward)
+    nodes = after(program).graphs["forward"].graph.nodes
+    assert sum(n.target in VIEW_OPS for n in nodes) == left
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [*DROPPED.values(), *KEPT.values(), *(forward for forward, _ in VIEWS.values())],
+    ids=[*DROPPED, *KEPT, *VIEWS],
+)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_results_and_gradients_are_those_of_eager(
     forward: Callable[[Tensor, Tensor], object], stage: int
@@ -108,7 +141,7 @@ def test_nothing_to_drop_nothing_changed() -> None:
     program = run(program_of(lambda x, w: (x @ w).sum()), MergeTied())
     report = DropCopies().run(program)
     assert not report.changed
-    assert report.summary == "copies left out: 0"
+    assert report.summary == "copies left out: 0, views: 0"
 
 
 def test_declared() -> None:

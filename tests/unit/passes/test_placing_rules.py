@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerofx import ops
 from zerofx.ir.meta import Hole, filled
-from zerofx.ir.placing import RULES, Operand, Way, WholeCall, ways
+from zerofx.ir.placing import RULES, Operand, Way, WholeCall, viewed, ways
 from zerofx.ir.spec import Kind, spec_of_target
 from zerofx.layout.placements import Cut, Owned, P, Placement, R, fits, part
 from zerofx.plan.parts import Parallel
@@ -25,6 +25,12 @@ from zerofx.runtime.graph_calls import GraphCalls
 
 aten = torch.ops.aten
 RANKS = 2
+
+
+@pytest.mark.parametrize("after", [(2, 8, 16), (2, 8, 64), ()])
+def test_a_view_of_another_number_of_elements_contains_no_cut(after: tuple[int, ...]) -> None:
+    """A program edited by hand may have one; it is refused as one that no rule takes."""
+    assert list(viewed((16, 32), after, Cut(1))) == []
 
 
 def rand(*shape: int) -> Tensor:

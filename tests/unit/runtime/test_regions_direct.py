@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, fx
 
 from zerofx.compat import direct as direct_forms
-from zerofx.compat.aliases import results_in_inputs
 from zerofx.compat.direct import FORMAT, direct_of, load_direct, save_direct
 from zerofx.compat.inductor import compile_region, load_artifact, wrapper_of
+from zerofx.compat.operators import results_in_inputs
 
 aten = torch.ops.aten
 SHAPE = ("float32", (4, 6), (6, 1), "cpu")

@@ -23,6 +23,7 @@ from zerofx.analysis.memory.storage import (
 )
 from zerofx.analysis.memory.workspace import convolution_bytes, workspace_bytes
 from zerofx.compat.wrapper import Moment
+from zerofx.ir.graphs import overwrites, regions
 from zerofx.ir.meta import OutputInfo, Role, info
 from zerofx.ir.program import BACKWARD, Planned
 
@@ -138,6 +139,9 @@ class _Walk:
         self.places.graph = graph
         self.places.held = {}
         self.places.start = len(self.nodes)
+        self.places.overwritten = {}
+        for nodes in regions(self.program.graph(graph)).values():
+            self.places.overwritten |= overwrites(nodes)
         nodes = list(self.program.graph(graph).nodes)
         self.nodes += [(graph, n) for n in nodes]
         done: set[fx.Node] = set()

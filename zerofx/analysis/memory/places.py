@@ -31,11 +31,13 @@ from zerofx.policy.shard_copies import SentAs
 class Places:
     """The storages of a program's values, collected by a walk through its graphs.
 
-    held: node of the present graph -> the storages of its value; start: the time of its first node.
+    held: node of the present graph -> the storages of its value; start: the time of its first node;
+    overwritten: the arguments that its nodes write over, by position.
     """
 
     graph: str
     start: int
+    overwritten: dict[fx.Node, int]
 
     def __init__(self, program: Planned, micro: Micro) -> None:
         self.program, self.micro, self.packs_apart = program, micro, micro.packs_apart
@@ -57,6 +59,8 @@ class Places:
             parts, index = self.held[source], node.args[1]
             is_taken_apart = not is_view(source) and len(parts) > 1
             return (parts[index],) if is_taken_apart else parts  # type: ignore[index]
+        if node in self.overwritten:
+            return self.held[node.args[self.overwritten[node]]]  # type: ignore[index]
         spec = spec_of(node)
         if spec is not None and spec.hold is not None:
             return spec.hold(self, node, time)

@@ -41,6 +41,7 @@ from zerofx.compat.inductor import (
     probe_compiler,
     wrapper_of,
 )
+from zerofx.compat.operators import out_of_place
 from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
 from zerofx.runtime.regions.foreman import BUSY, CACHED, COMPILED
@@ -434,7 +435,10 @@ def is_at_hand(path: Path) -> bool:
 
 
 class _Traced:
-    """Replaces `aten` while a region is traced: any call becomes a node, whatever its arguments."""
+    """Replaces `aten` while a region is traced: any call becomes a node, whatever its arguments.
+
+    What writes over its first argument becomes a new value, which that argument's name then has.
+    """
 
     def __init__(self, tracer: fx.proxy.GraphAppendingTracer, target: Any) -> None:
         self._tracer, self._target = tracer, target
@@ -443,7 +447,11 @@ class _Traced:
         return _Traced(self._tracer, getattr(self._target, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> fx.Proxy:
-        return self._tracer.create_proxy("call_function", self._target, args, kwargs)
+        target = out_of_place(self._target)
+        made = self._tracer.create_proxy("call_function", target, args, kwargs)
+        if target is not self._target:
+            args[0].node = made.node
+        return made
 
 
 def _as_graph(function: Any, num_inputs: int, sizes: Sequence[str] = ()) -> fx.GraphModule:

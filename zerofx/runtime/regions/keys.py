@@ -102,7 +102,14 @@ def _surroundings(device: str) -> list[str]:
     """
     package = Path(__file__).parents[2]
     ours = (package / "kernels" / "recurrent.py").read_text()  # ops that regions may call
-    found = [ours, torch.__version__, str(sys.implementation.cache_tag), platform.machine(), device]
+    found = [
+        ours,
+        compiled_by(),
+        torch.__version__,
+        str(sys.implementation.cache_tag),
+        platform.machine(),
+        device,
+    ]
     if device != "cpu":
         return [*found, torch.cuda.get_device_name()]
     return [*found, torch.backends.cpu.get_cpu_capability(), _cpu_model()]

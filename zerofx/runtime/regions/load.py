@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zerofx.compat.graphs import OpNamespace
 from zerofx.compat.inductor import inductor_problem
+from zerofx.compat.operators import ATEN
 from zerofx.compat.strides import has_strides, laid_out
 from zerofx.errors import NonFiniteError, ProgramError, as_sentence
 from zerofx.runtime.regions.cache import Region, compile_all
@@ -187,10 +188,19 @@ def load_regions(schedule_file: str, kernels: str | None = None) -> Any:
     elif kernels != "aten" and _has_compiler():
         compiled = compile_all(modules, later.units, later.label)
     for name, module in modules.items():
-        plain = _checked(module, name) if facts["debug"] else getattr(module, name)
+        plain = _checked(module, name) if facts["debug"] else _direct(getattr(module, name))
         strides = getattr(module, "OUTPUTS", None)  # absent from older programs
         setattr(found, name, following(compiled.get(name) or plain, strides))
     return found
+
+
+def _direct(function: Region) -> Region:
+    """Return a region's function that calls operators by torch's own bindings, if it has them."""
+    if not isinstance(function, FunctionType) or "aten" not in function.__globals__:
+        return function
+    return FunctionType(
+        function.__code__, {**function.__globals__, "aten": ATEN}, function.__name__
+    )
 
 
 SIZES = 4096  # limit for remembered sizes of a region's calls

@@ -147,7 +147,7 @@ class ShardedTensor(DTensor):
         raise ShardError(
             f"{self.zfx.name}: pickling a {type(self).__name__} would save only this rank's piece. "
             "Use zerofx.save(dir, model, optimizer), or torch.save of "
-            "zerofx.full_state_dict(model)."
+            "zerofx.full_state_dict(model) and zerofx.full_optimizer_state_dict(model, optimizer)."
         )
 
     # Read in every optimizer step, so it runs without a Python frame: a twentieth of the cost of
