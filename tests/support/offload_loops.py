@@ -23,7 +23,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "flat": lambda p: zerofx.optim.AdamW(p, lr=1e-2),
-    "clipped": lambda p: zerofx.optim.AdamW(p, lr=1e-2, max_grad_norm=0.05),
+    # With this eps, gradients that are 0 but for rounding (of keys' biases) move nothing.
+    "clipped": lambda p: zerofx.optim.AdamW(p, lr=1e-2, eps=1e-4, max_grad_norm=0.05),
     "lamb": lambda p: zerofx.optim.Lamb(p, lr=1e-2),
     "lion": lambda p: zerofx.optim.Lion(p, lr=1e-3),
     "flat-momentum": lambda p: zerofx.optim.SGD(p, lr=0.05, momentum=0.9),
@@ -77,6 +78,20 @@ def poisoned(model: Any) -> None:
 
 def _local(value: Tensor) -> Tensor:
     return (value.to_local() if hasattr(value, "to_local") else value).clone()
+
+
+def is_exact(is_clipped: bool) -> bool:
+    """Return whether shards elsewhere leave the same bits.
+
+    In one process the norm that zerofx.optim clips by is summed by parameter on the device, where
+    gradients have no bucket, and by bucket elsewhere.
+    """
+    return not is_clipped or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def nearly_equal(found: Tensor, expected: Tensor) -> bool:
+    """Return whether they are the same but for such a norm's rounding: 1e-5 of the largest."""
+    return bool((found - expected).abs().max() <= 1e-5 * expected.abs().max())
 
 
 # -- the loops ----------------------------------------------------------------------------------
@@ -226,8 +241,9 @@ def differing(case: str, plan: dict[str, Any], half: int | None = None) -> list[
             known[away] = run.model._programs.known
         host = run.model._engine.host
         assert any(b.is_away for b in run.model._engine.layout.buckets) and host.moved["h2d"].calls
-        same = len(results[0]) == len(results[1]) and all(map(torch.equal, *results))
-        if not same or any(v.isnan().any() for v in results[1]):
+        same = torch.equal if is_exact(optimizer == "clipped") else nearly_equal
+        is_same = len(results[0]) == len(results[1]) and all(map(same, *results))
+        if not is_same or any(v.isnan().any() for v in results[1]):
             wrong.append(f"{name}: {_where(*results)}")
     return wrong
 

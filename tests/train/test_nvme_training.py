@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from far_cases import Loop, tiers, trained, unequal
+from offload_loops import is_exact, nearly_equal
 from pool import Pool
 
 Plan = dict[str, Any]
@@ -30,29 +30,23 @@ TWO_RANKS: list[Cell] = [
 ]
 
 
-# In one process a norm is summed by parameter on the device, by bucket on NVMe: 2.5e-7 apart.
-ROUNDED = 1e-6
-
-
-def apart(found: dict[str, Any], expected: dict[str, Any], is_rounded: bool) -> list[str]:
+def apart(found: dict[str, Any], expected: dict[str, Any], exact: bool) -> list[str]:
     """Return the names of what differs in a bit, or by more than rounding."""
     wrong = unequal(found, expected)
-    if not is_rounded or found.keys() != expected.keys():
+    if exact or found.keys() != expected.keys():
         return wrong
-    pairs = {name: (found[name], expected[name]) for name in wrong}
-    return [n for n, (a, b) in pairs.items() if (a - b).abs().max() > ROUNDED * b.abs().max()]
+    return [name for name in wrong if not nearly_equal(found[name], expected[name])]
 
 
 def differing(folder: str, cells: list[Cell]) -> list[str]:
     """Return where training differs in a bit from the same with everything on the device."""
-    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     found = []
     for case, plan, loop, places in cells:
         more = plan.get("offload", {})
         expected = trained(case, {k: v for k, v in plan.items() if k != "offload"}, loop)
         for optimizer, parameters in places:
             away = trained(case, {**plan, **tiers(folder, optimizer, parameters, **more)}, loop)
-            if wrong := apart(away, expected, is_alone and loop.clip == "optimizer"):
+            if wrong := apart(away, expected, is_exact(loop.clip == "optimizer")):
                 found.append(f"{case} {optimizer, parameters} {plan} {loop}: {wrong[:6]}")
     return found
 

@@ -156,7 +156,7 @@ def check(kept: Measured, left: Measured) -> None:
         (kept.peak_bytes, left.peak_bytes), (kept.predicted_bytes, left.predicted_bytes)
     ])  # fmt: skip
     assert abs(lower - expected) < 0.02 * kept.peak_bytes
-    assert lower > 0.4 * left.host_bytes > 0  # two of four blocks are back at the peak
+    assert lower > 0.35 * left.host_bytes > 0  # two of four blocks are back at the peak, and more
     assert left.moved == left.predicted_moved
     assert left.moved["d2h"] == left.moved["h2d"]
     assert left.host_bytes == left.predicted_host_bytes == left.moved["d2h"][1]
