@@ -245,6 +245,8 @@ def test_an_island_is_said_once_and_can_be_refused(caplog: pytest.LogCaptureFixt
             model(batch(step, 0), batch(step, 0)).backward()
     assert caplog.text.count("Text.blocks.1 runs eagerly") == 1
     assert "test_islands.py" in caplog.text and "nonzero" in caplog.text
+    assert caplog.text.count("runs eagerly, too") == 2
+    assert caplog.text.count("makes this an error") == 1
     islands = {str(i.entry): i for i in model.zerofx.islands}
     assert islands["blocks.1"].is_whole and 0.2 < islands["blocks.1"].share < 0.5
     assert not islands[""].is_whole and "3 islands" in repr(model.zerofx)

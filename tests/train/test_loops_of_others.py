@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 
 import zerofx
-from zerofx.errors import ShardError
+from zerofx.errors import CaptureError, ShardError
 
 ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 
@@ -401,3 +401,35 @@ def test_adapters_of_peft(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
     pool.run(2, peft_adapters, str(tmp_path), {}, {"stage": 1}, timeout_s=300)
+
+
+# -- exporters -------------------------------------------------------------------------------------
+
+
+def exported() -> None:
+    """Export by tracing and by torch.export, which need the whole parameters."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    x = torch.randn(3, 4)
+    model = compiled(plain, {})
+    train_both(model, plain, lambda m, batch: m(F.one_hot(batch % 4, 4).float()).sum())
+    with pytest.raises(CaptureError, match=r"torch.jit.trace, .* inside `with zerofx.whole"):
+        torch.jit.trace(model, x)
+    with pytest.raises(ShardError, match=r"zerofx\.whole\(model\)"):
+        torch.export.export(model, (x,))
+    with zerofx.whole(model):
+        traced, program = torch.jit.trace(model, x), torch.export.export(model, (x,))
+    wanted = plain(x)
+    torch.testing.assert_close(traced(x), wanted)
+    torch.testing.assert_close(program.module()(x), wanted)
+    check_same(model, plain)
+
+
+def exported_quietly() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit.trace is deprecated, and used
+        exported()
+
+
+def test_exporters_see_the_model_within_whole(pool: Pool) -> None:
+    pool.run(2, exported_quietly)

@@ -336,10 +336,17 @@ def say(own: Namespace, island: Island) -> None:
     if own.world.rank != 0:
         return
     name = island.entry.describe(own.model)
+    reason = island.reason.removeprefix("capture: ").rstrip(".")
+    share = (
+        "Everything in it runs eagerly, on parameters gathered around it."
+        if island.is_whole
+        else "The modules that it calls have programs of their own."
+    )
+    if own.islands:
+        log.warning("%s runs eagerly, too: %s. %s", name, reason, share)
+        return
     log.warning(
         "%s runs eagerly, because it cannot be captured as a static graph: %s. %s "
         "Plan(islands='refuse') makes this an error.",
-        name, island.reason.removeprefix("capture: ").rstrip("."),
-        "Everything in it runs eagerly, on parameters gathered around it." if island.is_whole else
-        "The modules that it calls have programs of their own.",
+        name, reason, share,
     )  # fmt: skip

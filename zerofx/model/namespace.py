@@ -342,14 +342,7 @@ class Namespace:
         """
         if not self.original.is_whole_in_part:
             self.engine.store.check_bindings()
-        if wrapper := reducer_of(self.engine.store.params.values()):
-            raise self.is_parallel(wrapper)
-        if is_transforming():
-            raise GradientError(
-                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func cannot look "
-                "inside a compiled call. Use them inside forward, which is captured with them, or "
-                "on the uncompiled model."
-            )
+        self._check_caller()
         if self.plan.parallel.pipeline > 1:
             return self._run_pipeline(entry, args, kwargs)
         known = self._islands.get(entry)
@@ -377,6 +370,23 @@ class Namespace:
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
+
+    def _check_caller(self) -> None:
+        """Raise inside wrappers, transformations and tracers, which a compiled call cannot obey."""
+        if wrapper := reducer_of(self.engine.store.params.values()):
+            raise self.is_parallel(wrapper)
+        if is_transforming():
+            raise GradientError(
+                f"{self.original.kind.__name__}: grad, jvp and vmap of torch.func cannot look "
+                "inside a compiled call. Use them inside forward, which is captured with them, or "
+                "on the uncompiled model."
+            )
+        if torch.jit.is_tracing():
+            raise CaptureError(
+                f"{self.original.kind.__name__}: torch.jit.trace, which some exporters use, cannot "
+                "look inside a compiled call. Trace the model inside `with zerofx.whole(model):`, "
+                "where it is the uncompiled one with its whole parameters."
+            )
 
     def _program_of(
         self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -284,9 +284,10 @@ class Bindings:
         if not is_assigned:
             raise ShardError(
                 f"{name}: a {type(found).__name__} was put in the parameter's place without using "
-                "the module, as torch.func.functional_call does, but a compiled model computes "
-                f"only from its shards. Load the values (model.load_state_dict, or module.{key} = "
-                "nn.Parameter(...)), or make the call with the uncompiled model."
+                "the module, as torch.func.functional_call and torch.export do, but a compiled "
+                "model computes only from its shards. Make the call inside `with "
+                "zerofx.whole(model):`, where it is the uncompiled one, or load the values "
+                f"(model.load_state_dict, or module.{key} = nn.Parameter(...))."
             )
         for what, theirs, own in (
             ("dtype", found.dtype, ours.dtype),

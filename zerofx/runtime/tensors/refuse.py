@@ -30,6 +30,8 @@ def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
     reason = why or (
         f"needs the whole tensor, but this rank holds elements {piece.says()} of its "
         f"{piece.shape.numel()} {list(piece.shape)}"
+        if sum(end - start for start, end in piece.own) < piece.shape.numel()
+        else "needs a plain tensor, but a compiled model keeps this one in its own storage"
     )
     optimizer = calling_optimizer()
     if optimizer is not None:
@@ -39,8 +41,8 @@ def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
             f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)."
         )
     return ShardError(
-        f"{piece.name}: {op} {reason}. Use p.full_tensor() or zerofx.full_state_dict(model) on all "
-        "ranks, or p.to_local() for the piece."
+        f"{piece.name}: {op} {reason}. Use p.full_tensor(), zerofx.full_state_dict(model) or the "
+        "block of zerofx.whole(model) on all ranks, or p.to_local() for the piece."
     )
 
 
