@@ -28,7 +28,7 @@ from typing import Any
 
 import matrix_table
 
-NUM_SLICES = 12  # each about 20 minutes on 2 cores
+NUM_SLICES = 14  # each about 20 minutes on 2 cores
 LIMIT_S = 40 * 60  # a slice that takes longer has failed
 HANG_S = 20 * 60  # a single test that takes longer has failed, with all tracebacks
 NUM_WORKERS = 2

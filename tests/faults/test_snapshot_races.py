@@ -23,7 +23,7 @@ from torch import nn
 
 import zerofx
 from zerofx.errors import SnapshotError
-from zerofx.snapshot import dcp, held, target
+from zerofx.snapshot import dcp, held, spread, target
 from zerofx.snapshot import files as snapshot_files
 from zerofx.snapshot.sources import source as sources
 from zerofx.snapshot.sources import tensor_files
@@ -456,6 +456,16 @@ while os.getppid() == parent:
 def raced_with_another(folder: str, count: int) -> list[int]:
     run = filled(0.0)
     return seen([load(folder, run) for _ in range(count)])
+
+
+def test_a_place_is_the_same_while_it_is_replaced(tmp_path: Path) -> None:
+    folder, other = tmp_path / "runs" / "save", tmp_path / "other" / "save"
+    folder.mkdir(parents=True)
+    before = spread._where(folder)
+    folder.rename(tmp_path / "runs" / "old")
+    between = spread._where(folder)
+    folder.mkdir()
+    assert before == between == spread._where(folder) != spread._where(other)
 
 
 @pytest.mark.slow

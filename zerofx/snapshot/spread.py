@@ -132,11 +132,18 @@ class Hosts:
 
 
 def _where(folder: Path) -> str:
-    """Return a text that is equal for ranks which see the same directory of this name."""
-    above = folder
-    while not above.is_dir():
-        above = above.parent
-    found = above.stat()
+    """Return a text that is equal for ranks which see the same directory of this name.
+
+    Its parent is looked at, or what there is above that. The directory itself is replaced by each
+    save, so that ranks beside one would see others of that name, or none.
+    """
+    above = folder.parent
+    while True:
+        try:
+            found = above.stat()
+            break
+        except (FileNotFoundError, NotADirectoryError):
+            above = above.parent
     rest = folder.relative_to(above)
     return f"{hosts.host_key()} {found.st_dev} {found.st_ino} {rest}"
 
