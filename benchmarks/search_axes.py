@@ -2,12 +2,13 @@
 
 $ python -m benchmarks.search_axes
 
-Prints the seconds of the processor and of the clock, the plan, and why it has its axes. Nothing is
-compared with: no other library plans so.
+Prints the seconds of the processor and of the clock, the most memory that the process held, the
+plan, and why it has its axes. Nothing is compared with: no other library plans so.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 
 import torch
@@ -34,7 +35,9 @@ def main() -> None:
         plan={"precision": "bf16", "kernels": "aten"},
     )  # fmt: skip
     used_s, took_s = time.process_time() - used_s, time.perf_counter() - began_s
-    print(f"{used_s:.0f} s of the processor, {took_s:.0f} s by the clock\n\n{found}")
+    held_gb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    spent = f"{used_s:.0f} s of the processor, {took_s:.0f} s by the clock, {held_gb:.2f} GB held"
+    print(f"{spent}\n\n{found}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from typing import Any
 
@@ -194,3 +195,11 @@ def test_nothing_fits_says_what_is_missing_and_the_nearest_plan() -> None:
     shards = PLAIN | {"stage": 3, "activations": "recompute", "precision": "fp32"}
     with pytest.raises(PlanError, match="more ranks do not help"):
         zerofx.search(target, hardware=small_h100(MIB), world_size=4, plan=shards)
+
+
+def test_a_search_leaves_the_garbage_collector_as_it_was() -> None:
+    before, was_on = gc.get_threshold(), gc.isenabled()
+    zerofx.search(gpt(2), hardware="dgx-h100", world_size=2, plan=PLAIN)
+    with pytest.raises(PlanError):
+        zerofx.search(gpt(2), hardware="dgx-h100", world_size=0, plan=PLAIN)
+    assert gc.get_threshold() == before and gc.isenabled() is was_on

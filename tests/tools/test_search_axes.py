@@ -48,6 +48,7 @@ def llama(layers: int, batch: int = 1, seq: int = 256, **config: Any) -> Target:
 
 PIPELINES: list[tuple[int, dict[str, Any]]] = [
     (1, {"pipeline": 2, "micro_batches": 4}),
+    (1, {"pipeline": 2, "micro_batches": 4, "shared": ["model.embed_tokens.weight"]}),
     (2, {"pipeline": 2, "tensor": 2, "sequence": True, "micro_batches": 4}),
     (0, {"pipeline": 4, "micro_batches": 8}),
 ]

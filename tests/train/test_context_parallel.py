@@ -59,12 +59,12 @@ def test_models_train_alike(pool: Pool, name: str, ranks: int, plan: dict[str, A
 class Odd(nn.Module):
     """Attention from bare products, learned positions, and a loss over shifted labels.
 
-    is_fused: attention is torch's.
+    is_fused: attention is torch's. is_shared: all heads have the first one's keys and values.
     """
 
-    def __init__(self, heads: int = 4, is_fused: bool = False) -> None:
+    def __init__(self, heads: int = 4, is_fused: bool = False, is_shared: bool = False) -> None:
         super().__init__()
-        self.heads, self.is_fused = heads, is_fused
+        self.heads, self.is_fused, self.is_shared = heads, is_fused, is_shared
         self.words, self.places = nn.Embedding(40, 24), nn.Parameter(torch.randn(1, 32, 24) * 0.02)
         self.mix, self.back = nn.Linear(24, 72), nn.Linear(24, 24, bias=False)
         self.norm = nn.RMSNorm(24)
@@ -77,6 +77,8 @@ class Odd(nn.Module):
             each.view(count, length, self.heads, -1).transpose(1, 2)
             for each in self.mix(self.norm(x)).chunk(3, -1)
         )
+        if self.is_shared:
+            k, v = (each[:, :1].expand(-1, self.heads, -1, -1) for each in (k, v))
         if self.is_fused:
             mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
@@ -99,10 +101,10 @@ def texts(step: int, length: int) -> dict[str, Tensor]:
 
 
 def odd(
-    plan: dict[str, Any] | None, heads: int, length: int, is_fused: bool = False
+    plan: dict[str, Any] | None, heads: int, length: int, *kinds: bool
 ) -> tuple[list[float], Any]:
     torch.manual_seed(0)
-    model: Any = Odd(heads, is_fused)
+    model: Any = Odd(heads, *kinds)
     if plan is not None:
         model = zerofx.compile(model, {"kernels": "aten", **plan})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -129,6 +131,22 @@ def odd(
 )
 def test_a_model_of_bare_products(pool: Pool, heads: int, length: int) -> None:
     same(pool, 2, {"parallel": CONTEXT, "stage": 2}, heads, length)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "is_fused"),
+    [
+        (CONTEXT, True),
+        slow(CONTEXT, False),
+        slow(RING, True),
+        slow({"tensor": 2, "sequence": True}, True),
+    ],
+)
+def test_heads_that_share_keys_and_values(
+    pool: Pool, parallel: dict[str, Any], is_fused: bool
+) -> None:
+    """Expanded heads have no memory of their own; their parts do."""
+    same(pool, 2, {"parallel": parallel, "stage": 2}, 4, 8, is_fused, True)
 
 
 def same(pool: Pool, ranks: int, plan: dict[str, Any], *more: Any) -> None:

@@ -668,3 +668,65 @@ def test_peaks_with_losses_outside_are_known(pool: Pool) -> None:
         assert measured.low_bytes > 2**22
         assert 0.98 * measured.low_bytes <= predicted <= 1.02 * measured.high_bytes
         assert measured.high_bytes - measured.low_bytes < 2**21
+
+
+# -- parameters that every stage holds -------------------------------------------------------------
+class Late(nn.Module):
+    """A table that is registered last, and that forward reads at both ends."""
+
+    def __init__(self, is_last: bool) -> None:
+        super().__init__()
+        if not is_last:
+            self.table = nn.Embedding(20, 12)
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        if is_last:
+            self.table = nn.Embedding(20, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return F.cross_entropy(F.linear(x, self.table.weight).flatten(0, 1), ids.flatten())
+
+
+def trained_with(parallel: dict[str, Any] | None, is_last: bool = True) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = Late(is_last)
+    if parallel is not None:
+        model = zerofx.compile(model, {"kernels": "aten", "stage": 2, "parallel": parallel})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        draw = torch.Generator().manual_seed(step)
+        model(torch.randint(0, 20, (8, 5), generator=draw)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", slow("zero-bubble")])
+def test_parameters_that_every_stage_holds(pool: Pool, schedule: str) -> None:
+    parallel = {"pipeline": 2, "micro_batches": 4, "schedule": schedule, "shared": "table.*"}
+    for is_last in (True, False):
+        expected = trained_with(None, is_last)
+        for found in pool.run(2, trained_with, parallel, is_last):
+            for own, whole in zip(found, expected, strict=True):
+                torch.testing.assert_close(own, whole, rtol=1e-5, atol=1e-6)
+
+
+def refused_with(shared: list[str], is_last: bool) -> str:
+    with pytest.raises(PlanError) as caught:
+        trained_with({"pipeline": 2, "micro_batches": 4, "shared": shared}, is_last)
+    return str(caught.value)
+
+
+def test_the_error_names_what_to_share(pool: Pool) -> None:
+    fix = "every stage hold it: Plan(parallel={'shared': ['table.weight'], ...})"
+    for said in pool.run(2, refused_with, [], True):
+        assert "because table.weight of stage 1 is used before it" in said and fix in said, said
+    for said in pool.run(2, refused_with, [], False):
+        assert "reads table.weight, which is in pipeline stage 0" in said and fix in said, said
+    for said in pool.run(2, refused_with, ["tables.*"], True):
+        assert "Plan.parallel.shared: no parameter is named 'tables.*'" in said
+    with pytest.raises(PlanError, match=r"shared = \('a',\) contradicts pipeline = 1"):
+        Plan(parallel={"shared": ["a"]})

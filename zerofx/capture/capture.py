@@ -29,7 +29,14 @@ from zerofx.capture.guard import check_device, check_graph, check_modules, dense
 from zerofx.capture.harness import Harness, Results
 from zerofx.capture.lines import LineMode, is_raised_by_model
 from zerofx.capture.original import MODEL, Entry, original
-from zerofx.capture.roles import Names, label_nodes, label_placeholders, label_results
+from zerofx.capture.roles import (
+    Names,
+    label_nodes,
+    label_placeholders,
+    label_results,
+    loops_over_sets,
+    put_in_one_order,
+)
 from zerofx.capture.seeds import guessed, with_seeds
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_units
@@ -151,6 +158,10 @@ def capture(
         served = settled(gm, symbols, varying, own)
         results = harness.results
         results.constants = settled_results(results.constants, symbols, served)
+    kinds = {type(module): "forward" for module in entry.modules(model).values()}
+    kinds[type(entry.module(model))] = entry.method
+    if loops_over_sets(kinds):
+        put_in_one_order(gm.graph)
     params = with_seeds(model, params, gm.graph)  # it reads sizes, which are numbers from here on
     is_training = any(info.role in (Role.GRAD, Role.INPUT_GRAD) for info in infos)
     graph_name = JOINT if is_training else FORWARD

@@ -41,6 +41,9 @@ def describe_difference(
     return f"{', '.join(parts)} while {last}. {_rule([e.what for e in groups], names)}"
 
 
+NONE_OF_ITS_OWN = "no operator of its own"
+
+
 def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Published) -> str:
     """Return the error text for ranks with different graphs for inputs of equal sizes.
 
@@ -54,6 +57,13 @@ def describe_graphs(groups: dict[Entry, list[int]], call: int, published: Publis
         for entry in (odd, common)
     )
     here, there = (_first(a - b) for a, b in ((mine, theirs), (theirs, mine)))
+    if here == there == NONE_OF_ITS_OWN:
+        return (
+            f"{name_ranks(groups[odd])} about to run {odd.what} (call {call}) with the operators "
+            f"of {name_ranks(groups[common], '', '').strip()} in another order, from inputs of "
+            "equal sizes. A loop over a set of texts runs in another order in each process. Loop "
+            "over a list, or start all ranks with the same PYTHONHASHSEED."
+        )
     return (
         f"{name_ranks(groups[odd])} about to run {odd.what} (call {call}) with {here} while "
         f"{name_ranks(groups[common], 'runs', 'run')} it with {there}, from inputs of equal sizes. "
@@ -66,7 +76,7 @@ def _first(lines: Counter[str]) -> str:
     """Return the first operator that only one of two graphs has, and the number of others."""
     own = [line for line in lines.elements() if not line.startswith("output(")]
     if not own:  # outputs are ignored: they differ whenever anything does
-        return "no operator of its own"
+        return NONE_OF_ITS_OWN
     more = f" (and {len(own) - 1} more that differ)" if len(own) > 1 else ""
     return own[0].replace("\t", ", ") + more
 

@@ -318,6 +318,9 @@ def overwrites(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
 
     nodes: of one region, in order.
     """
+    written = [node for node in nodes if in_place(node.target) is not None]
+    if not written:
+        return {}
     inside = set(nodes)
     roots = {node: alias_source(node) for node in nodes}
     last: dict[fx.Node, fx.Node] = {}
@@ -329,9 +332,7 @@ def overwrites(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
             if read in inside:
                 last[roots[read]] = node
     found = {}
-    for node in nodes:
-        if in_place(node.target) is None:
-            continue
+    for node in written:
         for position in range(2 if _commutes(node) else 1):
             operand = node.args[position]
             if not isinstance(operand, fx.Node) or operand not in inside:

@@ -119,6 +119,31 @@ def check_synced(program: Planned) -> None:
             raise fault(program, FORWARD, result, message)
 
 
+_aten = torch.ops.aten
+# Attention that takes the elements of a row to be consecutive in memory: other rows give wrong
+# results on a CPU, without an error. torch chooses these kernels for such operands only.
+_OF_ROWS = (
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+)
+
+
+def check_rows(program: Planned) -> None:
+    """Check that queries, keys and values are laid out as the kernels of attention read them."""
+    for name, gm in program.graphs.items():
+        for target in _OF_ROWS:
+            for node in gm.graph.find_nodes(op="call_function", target=target):
+                for read in node.args[:3]:
+                    val = value(read)
+                    if val.shape[-1] != 1 and val.stride()[-1] != 1:
+                        raise fault(
+                            program, name, node,
+                            f"{node.name} reads {read.name}, whose rows are not consecutive in "
+                            f"memory: its strides are {tuple(val.stride())}. Make it contiguous.",
+                        )  # fmt: skip
+
+
 def check_pause(program: Planned) -> None:
     """Check that backward pauses if the schedule of the plan divides it, once passes have run."""
     if Fact.SLOTS_ASSIGNED not in program.facts or BACKWARD not in program.graphs:
@@ -175,7 +200,8 @@ def verify(program: Planned) -> None:
     1/world_size; buffers in one slot never overlap; no saved value aliases a gathered buffer that
     is released.
     Dataflow: with the zerofx ops erased and recomputed nodes merged, outputs, gradients and buffer
-    updates are the captured expressions. If values are sharded over the tensor axis, each has the
+    updates are the captured expressions. Operands of attention are laid out as its kernels read
+    them. If values are sharded over the tensor axis, each has the
     placement that its readers need, and the expressions are of whole values. An op that declares an
     error bound is erased like an exact one; `bounds` lists these ops, and a plan that demands
     bitwise numerics allows none.
@@ -194,6 +220,7 @@ def verify(program: Planned) -> None:
     check_synced(program)
     check_pause(program)
     check_secondary(program)
+    check_rows(program)
     check_precision(program)
     check_placed(program)
     check_dataflow(program)

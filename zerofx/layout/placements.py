@@ -174,8 +174,16 @@ def leads(x: Tensor, cut: Cut, zigzag: bool = False) -> bool:
 
 
 def memory_order(x: Tensor) -> list[int]:
-    """Return the dimensions of a tensor in the order of its memory, the slowest first."""
-    return sorted(range(x.dim()), key=lambda d: (-x.stride()[d], d))
+    """Return the dimensions of a tensor in the order of its memory, the slowest first.
+
+    A dimension that has no memory of its own (an expanded one: its stride is 0) keeps its place. At
+    the end, it would come between the elements of rows, which kernels of attention read as
+    contiguous.
+    """
+    strides = x.stride()
+    own = sorted((d for d in range(x.dim()) if strides[d] != 0), key=lambda d: (-strides[d], d))
+    ordered = iter(own)
+    return [d if strides[d] == 0 else next(ordered) for d in range(x.dim())]
 
 
 def in_order_of(like: Tensor, x: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ from zerofx.ir.program import (
 from zerofx.ir.verify_values import SHORT, Numbering, label_of, sum_digest
 from zerofx.layout.placements import R
 from zerofx.passes.base import Fact, Pass, Report
-from zerofx.plan.fields import nearest
+from zerofx.plan.fields import covers, nearest
 from zerofx.plan.parts import Parallel
 from zerofx.policy.schedules import expected_micro_batches
 
@@ -73,6 +73,8 @@ def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str,
     """
     names: dict[int, tuple[str, float]] = {}
     for param in params:
+        if is_shared(param, parallel):
+            continue
         numel = float(torch.Size(param.shape).numel())
         for use in param.uses:
             if not use.unit:  # held by the model itself: any stage may read it
@@ -101,6 +103,18 @@ def unit_positions(params: Iterable[ParamInfo], parallel: Parallel) -> dict[str,
                 f"are {', '.join(units)}."
             )
     return {unit: sum(i >= start for start in starts) - 1 for i, unit in enumerate(units)}
+
+
+def divided_units(params: Iterable[ParamInfo], parallel: Parallel) -> list[str]:
+    """Return the units that the stages of a pipeline divide, in the order of the parameters."""
+    left = (param for param in params if not is_shared(param, parallel))
+    return list(unit_positions(left, Parallel()))
+
+
+def is_shared(param: ParamInfo, parallel: Parallel) -> bool:
+    """Return whether the plan names a parameter, by any of its names, for every stage."""
+    names = (param.name, *param.aliases)
+    return any(covers(pattern, name) for pattern in parallel.shared for name in names)
 
 
 def _start(name: str, units: list[str]) -> int:
@@ -143,16 +157,25 @@ def with_positions(params: Iterable[ParamInfo], parallel: Parallel) -> list[Para
     """Return the parameters with their pipeline stages: the stages whose layers use them.
 
     Parameters that the model itself holds, outside of all units, are in every stage: any may read
-    them.
+    them. So are those that the plan names in `parallel.shared`.
+
+    Raises:
+        PlanError: as in `unit_positions`, or a pattern names no parameter.
     """
     given = list(params)
     if parallel.pipeline == 1:
         return given
+    for pattern in parallel.shared:
+        names = [name for p in given for name in (p.name, *p.aliases)]
+        if not any(covers(pattern, name) for name in names):
+            raise PlanError(
+                f"Plan.parallel.shared: no parameter is named {pattern!r}{nearest(pattern, names)}"
+            )
     at = unit_positions(given, parallel)
     every = tuple(range(parallel.num_stages))
     return [
         replace(p, positions=tuple(sorted({at[u.unit] for u in p.uses})))
-        if all(u.unit for u in p.uses)
+        if all(u.unit for u in p.uses) and not is_shared(p, parallel)
         else replace(p, positions=every)
         for p in given
     ]
@@ -567,15 +590,33 @@ class Cutting:
         return node in self.sums and len({self.stage.get(a) for a in node.all_input_nodes}) > 1
 
     def _refuse(self, node: fx.Node, source: fx.Node) -> NoReturn:
-        where, param = info(node), info(alias_source(source)).name
+        where, param = info(node), info(alias_source(source)).name or node.name
         line = f" ({where.line})" if where.line else ""
         lies = " and ".join(map(str, self.lies.get(source, ())))
+        at = self.stage[node]
+        first = self._begins(node)
+        begun = f"{first} of stage {at} is used before it" if first else f"of what stage {at} makes"
         raise PlanError(
-            f"Plan.parallel: {where.module or 'the model itself'}{line} reads "
-            f"{param or node.name}, which is in pipeline stage {lies}, and runs in stage "
-            f"{self.stage[node]}, since it needs what that stage computes. Choose "
-            "Plan.parallel.cuts so that both are in one stage."
+            f"Plan.parallel: {where.module or 'the model itself'}{line} reads {param}, which is in "
+            f"pipeline stage {lies}, and runs in stage {at}, because {begun}. Modules are divided "
+            "in the order in which they are registered: register them as forward calls them. "
+            f"Or let every stage hold it: Plan(parallel={{'shared': [{first or param!r}], ...}})."
         )
+
+    def _begins(self, node: fx.Node) -> str:
+        """Return the parameter for which alone a node's inputs are computed as late as they are."""
+        seen, stack = {node}, [node]
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source in seen or self.stage.get(source) != self.stage[node]:
+                    continue
+                seen.add(source)
+                stack.append(source)
+                given = source.all_input_nodes
+                held = [a for a in given if a in self.lies]
+                if held and not any(a in self.stage for a in given):
+                    return info(alias_source(held[0])).name
+        return ""
 
     # -- a stage's program ----------------------------------------------------------------------
     def keep(self, position: int, program: Planned) -> None:

@@ -761,7 +761,8 @@ class Placing:
                 "computes all.",
                 model, ranks,
             )  # fmt: skip
-        if self.returned and self.name == JOINT and self.program.plan.differentiate != "all":
+        has_loss = self.name == JOINT and self.program.calling.loss is not None
+        if self.returned and has_loss and self.program.plan.differentiate != "all":
             log.warning(
                 "%s returns %s with its loss, which is gathered on each of the %d ranks that "
                 "share a sequence. Plan(outputs='loss') leaves it out.",

@@ -274,6 +274,18 @@ def _cuts(where: str, value: Any) -> str | tuple[str, ...]:
     return tuple(text(where, name) for name in value)
 
 
+def read_names(where: str, value: Any) -> tuple[str, ...]:
+    """Accept one name pattern of parameters, or a list of them, which may be empty."""
+    if isinstance(value, str):
+        return (text(where, value),)
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise PlanError(
+            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. For a set "
+            "of parameters, give [n for n, p in model.named_parameters() if p in the_set]."
+        )
+    return tuple(text(where, pattern) for pattern in value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallel:
     """The number of ranks that share layers (tensor) or hold different layers (pipeline).
@@ -311,6 +323,9 @@ class Parallel:
         2 and 3, and reduces those of every micro-batch into the shards.
     cuts: "auto" balances the stages by the elements of their weights; or the names of the modules
         that begin the second, third, ... stage.
+    shared: name patterns of parameters that every pipeline stage holds, such as a table that the
+        model's own forward reads at its beginning and at its end, or the weights of modules that
+        are registered after those that need their results. Their gradients are summed over stages.
 
     Source: Shoeybi et al. 2019, "Megatron-LM"; Korthikanti et al. 2022, for the sequence; Jacobs et
     al. 2023, "DeepSpeed Ulysses", and Liu et al. 2023, "Ring Attention", for the context; Huang et
@@ -331,11 +346,14 @@ class Parallel:
     micro_batches: str | int = spec_field("auto", _micro_batches)
     accumulate: str = spec_field("whole", one_of("whole", "sharded"))
     cuts: str | tuple[str, ...] = spec_field("auto", _cuts)
+    shared: tuple[str, ...] = spec_field((), read_names)
 
     def __post_init__(self) -> None:
         read_fields(self, "Plan.parallel")
-        if self.pipeline == 1 and (self.cuts, self.micro_batches) != ("auto", "auto"):
-            name = "micro_batches" if self.cuts == "auto" else "cuts"
+        given = {"cuts": "auto", "micro_batches": "auto", "shared": ()}
+        given = {name: usual for name, usual in given.items() if getattr(self, name) != usual}
+        if self.pipeline == 1 and given:
+            name = next(iter(given))
             raise PlanError(
                 f"Plan.parallel.{name} = {getattr(self, name)!r} contradicts pipeline = 1: it "
                 f"applies to pipeline stages only. Set pipeline, or drop {name}."
@@ -535,18 +553,6 @@ def read_dynamic(where: str, value: Any) -> str | Patterns:
             raise refuse(where, name, "are dimensions of arguments, as in {'ids.shape[1]': 512}")
         whole(2)(f"{where}[{name!r}]", size)
     return Patterns(value)
-
-
-def read_ignored(where: str, value: Any) -> tuple[str, ...]:
-    """Accept one name pattern, or a list of them, which may be empty."""
-    if isinstance(value, str):
-        return (text(where, value),)
-    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise PlanError(
-            f"{where} is a {type(value).__name__}: allowed is a list of name patterns. For a set "
-            "of parameters, give [n for n, p in model.named_parameters() if p in the_set]."
-        )
-    return tuple(text(where, pattern) for pattern in value)
 
 
 def read_islands(where: str, value: Any) -> str | tuple[str, ...]:

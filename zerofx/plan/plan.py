@@ -37,8 +37,8 @@ from zerofx.plan.parts import (
     Precision,
     read_activations,
     read_dynamic,
-    read_ignored,
     read_islands,
+    read_names,
     read_tiling,
     read_units,
 )
@@ -140,7 +140,7 @@ class Plan:
     persist_below: int | None = spec_field(None, optional(size(0)))
     bucket_bytes: int | None = spec_field(None, optional(size(0)))
     units: str | tuple[str, ...] = spec_field("auto", read_units)
-    ignored_params: tuple[str, ...] = spec_field((), read_ignored)
+    ignored_params: tuple[str, ...] = spec_field((), read_names)
     shard_axis_size: int | None = spec_field(None, optional(whole(1)))
     secondary_shard_size: int | None = spec_field(None, optional(whole(2)))
     hierarchical_size: int | None = spec_field(None, optional(whole(2)))

@@ -12,6 +12,7 @@ from torch import Tensor
 from training import loss_of
 
 import zerofx
+from zerofx.ir.meta import Info, info, set_info
 
 CASES_RUN = ["gpt", "convnet", "stage"]
 
@@ -44,3 +45,15 @@ def test_graphs_run_as_the_schedule_does(pool: Any, name: str, stage: int) -> No
     for emitted, by_graphs in pool.run(2, run_both, name, stage):
         assert len(emitted) == len(by_graphs)
         assert all(torch.equal(a, b) for a, b in zip(emitted, by_graphs, strict=True))
+
+
+def test_infos_are_changed_field_by_field() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    assert info(node) == Info()
+    first = set_info(node, unit="layers.0", index=3)
+    second = set_info(node, index=4)
+    assert first == Info(unit="layers.0", index=3)
+    assert info(node) is second and second == Info(unit="layers.0", index=4)
+    assert hash(second) == hash(Info(unit="layers.0", index=4))
+    with pytest.raises(TypeError, match=r"no field units"):
+        set_info(node, units="layers.0")

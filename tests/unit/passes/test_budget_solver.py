@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import zerofx
 from zerofx import ops
 from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.recompute import options as of_segments
 from zerofx.analysis.recompute import tradeoffs
 from zerofx.analysis.recompute.activations import halve
 from zerofx.analysis.recompute.options import Option, Trade, hull, options
@@ -165,6 +167,29 @@ def test_identical_layers_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> No
         tradeoffs.Tradeoffs(gpt(layers), CPU)
         counts.append(len(solved))
     assert counts[0] == counts[1]
+
+
+def test_equal_segments_of_other_programs_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+    limited = of_segments.limited
+
+    def counted(trade: Trade, levels: int) -> list[Option]:
+        solved.append(trade)
+        return limited(trade, levels)
+
+    monkeypatch.setattr(of_segments, "_KNOWN", OrderedDict())
+    monkeypatch.setattr(of_segments, "limited", counted)
+    first, second = trade_of(gpt(2)), trade_of(gpt(2))
+    found = options(first)
+    taken = list(found)
+    found.clear()  # the caller's own list
+    assert options(second) == taken and len(solved) == 1
+    dearer = Trade(first.segment, lambda node: 2 * CPU.node_us(node))
+    assert [o.saved_bytes for o in options(dearer)] and len(solved) == 2
+    monkeypatch.setattr(of_segments, "_MOST_KNOWN", 1)
+    options(first, 4)
+    assert len(of_segments._KNOWN) == 1 and len(solved) == 3
+    assert options(first) == taken and len(solved) == 4
 
 
 # -- under a budget -----------------------------------------------------------------------------

@@ -18,7 +18,17 @@ from zerofx import ops
 from zerofx.ir.meta import Hole, filled
 from zerofx.ir.placing import RULES, Operand, Way, WholeCall, viewed, ways
 from zerofx.ir.spec import Kind, spec_of_target
-from zerofx.layout.placements import Cut, Owned, P, Placement, R, fits, part
+from zerofx.layout.placements import (
+    Cut,
+    Owned,
+    P,
+    Placement,
+    R,
+    fits,
+    in_order_of,
+    memory_order,
+    part,
+)
 from zerofx.plan.parts import Parallel
 from zerofx.runtime import capacity
 from zerofx.runtime.graph_calls import GraphCalls
@@ -505,3 +515,16 @@ def test_every_rule_has_a_case() -> None:
     cases = [target for target, _ in (*CASES, *ELSEWHERE)]
     tested = {*cases, *map(str, cases)}
     assert not RULES.keys() - tested, RULES.keys() - tested
+
+
+def test_expanded_dimensions_keep_their_place_in_memory() -> None:
+    """A part of a value has its memory order; what is expanded has none of its own."""
+    x = torch.randn(2, 1, 8, 6).expand(2, 4, 8, 6)
+    assert memory_order(x) == [0, 1, 2, 3]
+    assert memory_order(x.transpose(1, 2)) == [0, 1, 2, 3]
+    assert memory_order(torch.randn(2, 8, 1, 6).expand(2, 8, 4, 6).transpose(1, 2)) == [0, 1, 2, 3]
+    assert memory_order(torch.randn(2, 8, 6).transpose(1, 2)) == [0, 2, 1]
+    assert part(x, Cut(1), 1, 2).stride() == (96, 48, 6, 1)
+    assert in_order_of(x, x).is_contiguous() and torch.equal(in_order_of(x, x), x)
+    last = torch.randn(3, 5, 1).expand(3, 5, 4)
+    assert memory_order(last) == [0, 1, 2] and in_order_of(last, last).is_contiguous()

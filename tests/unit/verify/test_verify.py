@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from verify_cases import captured, find, gathered, program, set_argument
 
 from zerofx import ops
 from zerofx.errors import ProgramError
 from zerofx.hardware import hardware_for
 from zerofx.ir.graphs import call
-from zerofx.ir.meta import Role, info
+from zerofx.ir.meta import Role, info, set_info
 from zerofx.ir.program import BACKWARD, FORWARD, Reference
 from zerofx.ir.verify import verify, verify_ranks
 from zerofx.passes.assign_slots import AssignSlots
 from zerofx.passes.order import Setting
 from zerofx.passes.pipeline import run, run_pass
 from zerofx.plan.plan import Plan
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -93,3 +96,23 @@ def test_a_signature_names_the_call_not_the_plan() -> None:
     assert one == program(stage=1).signature == program(world=4, stage=0).signature
     assert one != program(is_training=False).signature
     assert one != program("gpt-dropout").signature
+
+
+def test_rows_that_attention_cannot_read_are_refused() -> None:
+    """torch's kernel for CPUs would take other elements, and give a result."""
+    p = program("gpt", 2)
+    graph, target = p.graph(FORWARD), aten._scaled_dot_product_flash_attention_for_cpu.default
+    attention = next(iter(graph.find_nodes(op="call_function", target=target)))
+    keys = attention.args[1]
+    with graph.inserting_before(attention):
+        across = call(graph, aten.transpose.int, (keys, -2, -1), like=attention)
+        dense = call(
+            graph, aten.clone.default, (across,), like=attention,
+            named={"memory_format": torch.contiguous_format},
+        )  # fmt: skip
+        back = call(graph, aten.transpose.int, (dense, -2, -1), like=attention)
+    for node in (across, dense, back):
+        set_info(node, region=info(attention).region)
+    attention.replace_input_with(keys, back)
+    with pytest.raises(ProgramError, match=r"rows are not consecutive in memory: .* contiguous"):
+        verify(p)

@@ -7,16 +7,14 @@ does, step after step, until no place is added.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
-
 from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
-from zerofx.ir.meta import Info, info
+from zerofx.ir.meta import Info
 from zerofx.ir.program import Planned
-from zerofx.ir.spec import Kind, is_reduction, kind_of
+from zerofx.ir.spec import Kind
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
 from zerofx.policy import staging
@@ -81,8 +79,8 @@ def update_staging(program: Planned, life: Lifetimes, optimizer_bytes: int) -> l
     moved = passing(program, optimizer_bytes)
     if not is_beside(program):
         return [_staged(p, life.end, life.end) for p in _largest(moved, staging.at_once_in_step())]
-    reduced = _times(life, is_reduction)
-    updated = _times(life, lambda n: kind_of(n) is Kind.UPDATE)
+    reduced = life.times_of(lambda spec: spec.is_reduction)
+    updated = life.times_of(lambda spec: spec.kind is Kind.UPDATE)
     here = [p for p in moved if p.index in updated]
     here.sort(key=lambda p: updated[p.index])
     birth = min((reduced[p.index] for p in here), default=0)
@@ -99,11 +97,6 @@ def _largest(moved: Sequence[Passing], num: int) -> Sequence[Passing]:
 def is_beside(program: Planned) -> bool:
     """Return whether updates run inside backward."""
     return program.plan.update == "in-backward"
-
-
-def _times(life: Lifetimes, test: Callable[[fx.Node], bool]) -> dict[int, int]:
-    """Return the time of each bucket's node that passes a test."""
-    return {info(n).index: t for t, (_, n) in enumerate(life.nodes) if test(n)}
 
 
 def _staged(p: Passing, birth: int, death: int) -> Storage:

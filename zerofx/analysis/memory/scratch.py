@@ -17,7 +17,7 @@ from zerofx.analysis.memory.micro import Before, Micro
 from zerofx.analysis.memory.storage import Category, Lifetimes, Storage
 from zerofx.ir.meta import Info, info, nbytes, value
 from zerofx.ir.program import Planned
-from zerofx.ir.spec import Kind, is_exchange, is_reduction, kind_of, launch_of, spec_of
+from zerofx.ir.spec import Kind, is_exchange, kind_of, launch_of, spec_of
 from zerofx.layout.buckets import Layout
 from zerofx.policy import exchange, reduction, resting
 from zerofx.policy.borrowing import Loan, Scratch
@@ -91,14 +91,13 @@ class _Walk:
     def __init__(self, program: Planned, life: Lifetimes) -> None:
         self.program, self.life, self.layout = program, life, program.layout
         self.hardware = program.hardware
-        launched = (spec_of(node) for _, node in life.nodes if is_reduction(node))
-        legs = {spec.legs(self.layout.mesh) for spec in launched if spec is not None}
+        legs = {spec.legs(self.layout.mesh) for _, _, spec in life.ops if spec.is_reduction}
         axes = dict.fromkeys(leg.axis for each in sorted(legs, key=str) for leg in each)
         self.receive = {axis: _Pool("receive buffer", life.end, self.layout) for axis in axes}
         self.slices = _Pool("reduced slice", life.end, self.layout)
         self.values: dict[str, _Pool] = {}
-        for _, node in life.nodes:
-            if is_exchange(node):
+        for _, node, spec in life.ops:
+            if spec.is_exchange:
                 axis: Any = node.args[1]
                 self.values[axis] = _Pool("receive buffer", life.end, self.layout)
         self.pools = (*self.receive.values(), self.slices, *self.values.values())
@@ -118,23 +117,22 @@ class _Walk:
         ends: dict[int, list[Loan[_Buffer]]] = {}  # bucket -> the slice that its reduction ends in
         is_set = micro.before is Before.REDUCED
         is_gloo = self.hardware.backend == "gloo"
-        for time, (_, node) in enumerate(self.life.nodes):
+        for time, node, spec in self.life.ops:
             if is_gloo and self._is_of_values(node, loans, time):
                 continue
             if not micro.reduces:
                 continue
-            if is_reduction(node):
+            if spec.is_reduction:
                 bucket = self.layout.buckets[info(node).index]
                 if reduction.end_of(self.layout, bucket, is_set) is End.SLICE:
                     size = [value(node).numel()]
                     ends[bucket.index] = self.slices.borrow(size, node, time)
-                spec = spec_of(node)
-                borrows = spec is not None and spec.borrows(self.program, node)
+                borrows = spec.borrows(self.program, node)
                 if is_gloo and self._legs(node) and borrows:
                     loans[node] = self._launch(node, time)
-            elif kind_of(node) is Kind.WAIT and (launch := launch_of(node)) in loans:
+            elif spec.kind is Kind.WAIT and (launch := launch_of(node)) in loans:
                 self._wait(launch, loans.pop(launch), time)
-            elif kind_of(node) is Kind.STORE:
+            elif spec.kind is Kind.STORE:
                 self.slices.give_back(ends.pop(info(node).index, []))
 
     def _is_of_values(

@@ -28,7 +28,6 @@ from zerofx.ir.program import BACKWARD, FORWARD, Planned
 from zerofx.ir.spec import (
     Kind,
     gradients_of,
-    is_reduction,
     kind_of,
     slot_of,
     spec_of,
@@ -177,8 +176,7 @@ class _OtherStages:
         if parallel.interleave == 1:
             return
         rank = program.stage.position % parallel.pipeline
-        stored = (n for _, n in self.life.nodes if kind_of(n) is Kind.STORE)
-        reduced = {info(n).index for n in stored}
+        reduced = {info(n).index for _, n, spec in self.life.ops if spec.kind is Kind.STORE}
         for block in program.layout.blocks:
             buckets = [
                 b for b in block
@@ -262,7 +260,7 @@ def _times_of(order: Sequence[Action], life: Lifetimes) -> dict[str, tuple[int, 
     begins = [0, next(t for t, (graph, _) in enumerate(nodes) if graph == BACKWARD)]
     found = schedules.halves(order)
     if len(found) > len(begins):  # without a pause yet, the second part is empty
-        paused = (t for t, (_, node) in enumerate(nodes) if kind_of(node) is Kind.PAUSE)
+        paused = (time for time, _, spec in life.ops if spec.kind is Kind.PAUSE)
         begins.append(next(paused, life.end) + 1)
     ends = [*(begin - 1 for begin in begins[1:]), life.end]
     return dict(zip(found, zip(begins, ends, strict=True), strict=True))
@@ -355,12 +353,7 @@ def resident_bytes(nodes: Iterable[tuple[str, fx.Node]]) -> dict[int, int]:
 def _casts(program: Planned, life: Lifetimes) -> list[Storage]:
     """Return the copies in the compute format that are kept on the host next to their shards."""
     layout = program.layout
-    launches = [(n, spec_of(n)) for _, n in life.nodes if kind_of(n) is Kind.LAUNCH]
-    sent = {
-        info(n).index
-        for n, spec in launches
-        if spec is not None and (spec.is_reload or (spec.is_gather and spec.stays))
-    }
+    sent = life.times_of(lambda spec: spec.is_reload or (spec.is_gather and spec.stays))
     return [
         _always(
             Category.HOST, layout.shard_numel(b) * b.compute_dtype.itemsize, "cast copy",
@@ -386,16 +379,16 @@ def _gradients(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]
     stands = micro.before is Before.REDUCED or (
         micro.before is Before.SUMS and not reduction.sums_lie_apart(layout)
     )
-    updated = {info(n).index: t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.UPDATE}
+    updated = life.times_of(lambda spec: spec.kind is Kind.UPDATE)
     begun: dict[str, int] = {}  # tiled parameter -> time of its first gradient
     packed: dict[int, int] = {}  # bucket -> time of the first gradient in p.grad's memory
-    for time, (_, node) in enumerate(life.nodes):
+    for time, node, spec in life.ops:
         if is_in_place(node, layout) and not micro.packs_apart:
             packed[info(node).index] = time
-        if stands and (spec := spec_of(node)) is not None and spec.is_handing_over:
+        if stands and spec.is_handing_over:
             size = sum(nbytes(value(grad)) for grad, _ in gradients_of(node))
             found.append(_always(Category.GRADIENTS, size, "p.grad", info(node).unit, life))
-        if not is_reduction(node):
+        if not spec.is_reduction:
             continue
         bucket = layout.buckets[info(node).index]
         size = layout.shard_numel(bucket) * bucket.dtype.itemsize
@@ -426,8 +419,8 @@ def _sums(program: Planned, life: Lifetimes, micro: Micro) -> list[Storage]:
         return []
     times: dict[int, list[int]] = {}  # block -> times at which its buckets' gradients are whole
     where: dict[int, Info] = {}
-    for time, (_, node) in enumerate(life.nodes):
-        if is_reduction(node):
+    for time, node, spec in life.ops:
+        if spec.is_reduction:
             block = layout.block_of[info(node).index]
             times.setdefault(block, []).append(time)
             where[block] = info(node)
@@ -486,13 +479,13 @@ def _slots(program: Planned, life: Lifetimes) -> list[Storage]:
     """
     uses: dict[int, list[int]] = {}
     freed: dict[int, int] = {}  # slot -> the time from which it is not used any more
-    for time, (_, node) in enumerate(life.nodes):
+    for time, node, spec in life.ops:
         if takes_slot(node):
             uses.setdefault(slot_of(node), []).append(time)
             freed.pop(slot_of(node), None)
-        elif kind_of(node) is Kind.FREE:
+        elif spec.kind is Kind.FREE:
             freed[slot_of(node)] = time
-    paused = next((t for t, (_, n) in enumerate(life.nodes) if kind_of(n) is Kind.PAUSE), -1)
+    paused = next((time for time, _, spec in life.ops if spec.kind is Kind.PAUSE), -1)
     found = []
     layout, stay = program.layout, program.pool.stay | forward_slots(program)
     pairs = zip_longest(program.slot_bytes, program.pool.sizes, fillvalue=0)

@@ -6,10 +6,10 @@ Time is a number over the nodes of forward, then backward, in execution order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from torch import fx
 
 from zerofx.compat.wrapper import RegionTrace
 from zerofx.ir.graphs import is_alias
-from zerofx.ir.meta import Info
+from zerofx.ir.meta import Info, info
 from zerofx.ir.program import FORWARD, Planned
-from zerofx.ir.spec import slot_of, takes_slot
+from zerofx.ir.spec import OpSpec, slot_of, spec_of, takes_slot
 from zerofx.layout.buckets import Bucket
 from zerofx.layout.tiers import Tier
 from zerofx.policy import reduction, shard_copies
@@ -74,6 +74,16 @@ class Lifetimes:
     @property
     def end(self) -> int:
         return max(len(self.nodes) - 1, 0)
+
+    @cached_property
+    def ops(self) -> tuple[tuple[int, fx.Node, OpSpec], ...]:
+        """The time, the node and the spec of each call of an op of zerofx, in order."""
+        specs = ((time, node, spec_of(node)) for time, (_, node) in enumerate(self.nodes))
+        return tuple((time, node, spec) for time, node, spec in specs if spec is not None)
+
+    def times_of(self, test: Callable[[OpSpec], bool]) -> dict[int, int]:
+        """Return bucket or value -> the last time at which an op that passes a test runs."""
+        return {info(node).index: time for time, node, spec in self.ops if test(spec)}
 
 
 @dataclass(frozen=True)

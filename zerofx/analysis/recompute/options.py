@@ -8,7 +8,8 @@ installed, by giving up the cheapest values one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +91,18 @@ class Trade:
         first: dict[fx.Node, int] = {}
         self.storage = {i: first.setdefault(alias_source(n), i) for n, i in self.place.items()}
 
+    @property
+    def numbers(self) -> Hashable:
+        """All that the options depend on: equal trades have the same options."""
+        storages = sorted(set(self.storage.values()))
+        leaving = tuple(self.copy_us(s) if self.may_leave(s) else -1.0 for s in storages)
+        link = None if self.link is None else (self.link.is_beside, leaving)
+        return (
+            tuple(self.cost_us), tuple(self.needed), frozenset(self.before), self.leaving,
+            tuple(map(tuple, self.inputs)), tuple(self.is_tensor), tuple(self.is_fixed),
+            tuple(sorted(self.storage.items())), tuple(map(self.bytes_of, storages)), link,
+        )  # fmt: skip
+
     def bytes_of(self, storage: int) -> int:
         """Return the bytes of keeping a storage; inputs and buffers are held in any case."""
         node = self.at[storage]
@@ -151,16 +164,31 @@ class Trade:
         return self.evaluate(self.needed)
 
 
+_KNOWN: OrderedDict[Hashable, list[Option]] = OrderedDict()
+_MOST_KNOWN = 256
+
+
 def options(trade: Trade, levels: int = LEVELS) -> list[Option]:
-    """Return the best known options, by descending bytes and ascending time."""
+    """Return the best known options, by descending bytes and ascending time.
+
+    A search asks for the same options again for plans that differ in other fields. The last
+    answers are kept.
+    """
+    key = trade.numbers, levels, has_scipy()
+    if key not in _KNOWN:
+        _KNOWN[key] = _options(trade, levels)
+        while len(_KNOWN) > _MOST_KNOWN:
+            _KNOWN.popitem(last=False)
+    return list(_KNOWN[key])
+
+
+def _options(trade: Trade, levels: int) -> list[Option]:
     whole = trade.all_kept()
     if not whole.saved_bytes:
         return [whole]
     found = [whole, trade.evaluate(())]
-    from zerofx.analysis.recompute import options as options_milp  # it imports Option and Trade
-
-    if options_milp.has_scipy():
-        return _best([*found, *options_milp.limited(trade, levels)])
+    if has_scipy():
+        return _best([*found, *limited(trade, levels)])
     return _best([*found, *_given_up(trade, whole)])
 
 

@@ -530,4 +530,4 @@ def _with_layers(found: list[Task]) -> tuple[Task, ...]:
         for unit in units
         if alike[without_numbers(unit)] > 1
     }
-    return tuple(replace(t, layer=number.get(t.unit)) for t in found)
+    return tuple(replace(t, layer=number[t.unit]) if t.unit in number else t for t in found)

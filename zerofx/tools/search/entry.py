@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from zerofx.api import PlanLike
+from zerofx.collector import rare_collections
 from zerofx.errors import PlanError, as_sentence
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.plan.fields import whole
@@ -85,6 +86,7 @@ def _nearest(search: Search) -> Nearest | None:
 FORMATS = ("bf16", "fp16", "fp32")  # the first of equally fast ones
 
 
+@rare_collections()
 def search(
     target: str | Target,
     *,

@@ -23,7 +23,7 @@ from zerofx.capture.units import find_units
 from zerofx.compat.graphs import pytree
 from zerofx.errors import CaptureError, TargetError, as_sentence
 from zerofx.ir.program import Loop, ParamInfo, Planned, Program
-from zerofx.passes.cut_stages import CutStages, cut, unit_positions
+from zerofx.passes.cut_stages import CutStages, cut, divided_units, unit_positions
 from zerofx.passes.order import Setting
 from zerofx.passes.parts import with_parts
 from zerofx.passes.pipeline import Proof, resume, run
@@ -45,7 +45,9 @@ PLACED = "place"  # the last pass on the whole model, after which pipeline stage
 CUT = CutStages.name
 
 # Fields of `Parallel` that say nothing about values: how a pipeline runs, and where it is cut.
-WHOLE: dict[str, Any] = {"micro_batches": "auto", "cuts": "auto", "accumulate": "whole"}
+WHOLE: dict[str, Any] = {
+    "micro_batches": "auto", "cuts": "auto", "accumulate": "whole", "shared": (),
+}  # fmt: skip
 
 # To capture and to place a model takes longer than to cut it. So ranks of all kinds are priced in
 # one model, whose length is a multiple of this. Layers that are left over are another rank's.
@@ -198,7 +200,9 @@ class Family(ABC):
         Raises:
             PlanError: the model cannot be cut into as many stages.
         """
-        key = parallel.tensor, parallel.pipeline, parallel.interleave, parallel.cuts
+        key = (
+            parallel.tensor, parallel.pipeline, parallel.interleave, parallel.cuts, parallel.shared,
+        )  # fmt: skip
         if key not in self._layers_of_ranks:
             at = unit_positions(self.described(parallel), parallel) if self.layers else {}
             own = set(self.layer_units)
@@ -319,7 +323,7 @@ class Family(ABC):
         if key not in self._stages:
             placed = self._placed_program(each.length, samples, setting)
             whole = setting.plan.parallel
-            short = each.parallel(whole, self._units_of(each.length))
+            short = each.parallel(whole, self._units_of(each.length, whole))
             own = each.own(whole)
             self._stages[key] = dict(zip(own, cut(placed, short, own), strict=True))
         return self._stages[key]
@@ -332,8 +336,8 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def _units_of(self, length: int) -> list[str]:
-        """Return the names of the units of the model of that length, in order."""
+    def _units_of(self, length: int, parallel: Parallel) -> list[str]:
+        """Return the units of the model of that length that stages divide, in order."""
 
     def _every_rank(self, parallel: Parallel) -> list[Kind]:
         """Return each rank of the pipeline of the whole model."""
@@ -389,8 +393,8 @@ class FamilyOfOne(Family):
     def _excerpts(self, parallel: Parallel, samples: int) -> list[Kind]:
         return self._every_rank(parallel)
 
-    def _units_of(self, length: int) -> list[str]:
-        return list(unit_positions(self.described(Parallel()), Parallel()))
+    def _units_of(self, length: int, parallel: Parallel) -> list[str]:
+        return divided_units(self.described(Parallel()), parallel)
 
     def _program(self, length: int, samples: int, outputs: str = "all") -> Program:
         if samples != self.samples:
@@ -491,8 +495,8 @@ class ModelFamily(Family):
             return self._every_rank(parallel)
         return found
 
-    def _units_of(self, length: int) -> list[str]:
-        units = list(unit_positions(self._params.values(), Parallel()))
+    def _units_of(self, length: int, parallel: Parallel) -> list[str]:
+        units = divided_units(self._params.values(), parallel)
         gone = {f"{self.stack}.{i}" for i in range(length, self.layers)}
         return [unit for unit in units if unit not in gone]
 
