@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import zerofx
-from zerofx.errors import ShardError
+from zerofx.errors import CaptureError, ShardError
 from zerofx.plan.plan import Plan
 
 STEPS = 5
@@ -280,6 +280,48 @@ def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     for text in pool.run(2, other_samples):
         assert "differs between the 2 ranks that share each layer" in text
         assert "num_replicas=model.zerofx.data_world" in text
+
+
+class Remembers(nn.Module):
+    """A layer that keeps a result, which a program would not do, and a model that does so too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.layers = nn.ModuleList(Remembered() for _ in range(2))
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.kept = x * self.scale
+        return self.kept.square().mean()
+
+
+class Remembered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.linear(x)
+        return self.kept
+
+
+def remembering(axis: str) -> str:
+    model = zerofx.compile(Remembers(), {"kernels": "aten", "parallel": {axis: 2}})
+    with pytest.raises(CaptureError) as caught:
+        model(torch.ones(2, 4, 8))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_what_would_run_eagerly_is_refused(pool: Pool, axis: str) -> None:
+    """Whole parameters are gathered for the model itself before one of its layers is refused."""
+    for text in pool.run(2, remembering, axis):
+        assert "Remembers.layers.0 cannot be captured (forward changes the attribute" in text
+        assert f"cannot be cut over Plan.parallel.{axis} = 2 ranks" in text
 
 
 def dropped() -> list[Tensor]:

@@ -339,7 +339,7 @@ def overwrites(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
                 continue
             root = roots[operand]
             others = [roots.get(n) for n in node.all_input_nodes if n is not operand]
-            if root in kept or last[root] is not node or root in others:
+            if root not in inside or root in kept or last[root] is not node or root in others:
                 continue
             if whole_source(operand) is root and _allocates(root) and _are_alike(node, operand):
                 found[node] = position

@@ -210,7 +210,7 @@ class Executable:
         self._has_compared = True
         for name, what in _SHARING.items():
             axis = self.engine.world.axis(name)
-            if axis.size == 1:
+            if axis.size == 1 or not leaves:  # none: it only gathers parameters for eager code
                 continue
             mine = torch.stack([_digest(leaf) for leaf in leaves])
             found = mine.new_empty(axis.size * mine.numel())

@@ -108,6 +108,51 @@ def test_results_and_gradients_are_those_of_eager(kernels: str) -> None:
     torch.testing.assert_close(compiled.weight.grad, plain.weight.grad, rtol=1e-6, atol=1e-6)
 
 
+class Turned(nn.Module):
+    """A layer that views values which the model computes once for all of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        return self.linear(x) * angles.unsqueeze(0).cos() + x * angles.unsqueeze(0).sin()
+
+
+class Turns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Turned() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        angles = torch.stack([torch.arange(6.0) * 0.1] * 4)
+        for layer in self.layers:
+            x = layer(x, angles)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_views_of_what_other_regions_computed_are_not_written_over(
+    activations: str, tmp_path: Path
+) -> None:
+    """The last view of shared angles in a layer is not their last: the next layers read them."""
+    torch.manual_seed(0)
+    plain, model = Turns(), Turns()
+    model.load_state_dict(plain.state_dict())
+    compiled = zerofx.compile(model, {**PLAN, "activations": activations}, device="cpu")
+    losses = [m(X) for m in (plain, compiled)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
+    for (name, p), q in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(q.grad, p.grad, rtol=1e-6, atol=1e-7, msg=name)
+    (program,) = compiled.zerofx.programs
+    directory = program.emit(tmp_path / "p")
+    found = in_place_of(directory)
+    assert "add_" in found and not {"cos_", "sin_"} & set(found)
+    zerofx.load_program(directory)  # which refuses what writes over an argument
+
+
 def test_memory_is_counted_once() -> None:
     def chain(x: Tensor, w: Tensor) -> Tensor:
         return ((x @ w) * 2 + 1).sigmoid().sum()
