@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from pool import Pool
 from torch import nn
 
 import zerofx
+from zerofx.nvme.request import Piece
+from zerofx.nvme.transfer import Mover
 
 Make = Callable[..., tuple[Any, Any]]
 
@@ -242,6 +246,38 @@ def differing(folder: str, names: list[str], plan: dict[str, Any], *places: str)
 @pytest.mark.parametrize("name", NAMES)
 def test_one_rank(name: str, tmp_path: Path) -> None:
     assert not differing(str(tmp_path), [name], {}, "nvme", "nvme")
+
+
+def test_a_fault_waits_for_reads_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory is lent to others next, whose values a late read would replace."""
+    move, is_failing, under_way = Mover.move, threading.Event(), []
+
+    def late(mover: Mover, group: list[Piece]) -> None:
+        if is_failing.is_set() and not group[0].request.is_write:
+            time.sleep(0.2)
+        move(mover, group)
+
+    model, optimizer = made("gpt", "adamw", tiers(str(tmp_path), "nvme", "nvme"))
+    train(model, optimizer, "gpt", 0, 1)
+    home = model._engine.store.homes.nvme
+
+    def look() -> None:
+        under_way.append(sum(len(file._handle.under_way.all()) for file in home._files))
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        look()
+        return 1 / 0
+
+    monkeypatch.setattr(Mover, "move", late)
+    for verb in ("pack", "hand_over"):
+        monkeypatch.setattr(model._engine, verb, failing)
+    loss = batch_loss(model, "gpt", 5)
+    is_failing.set()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    look()
+    before, after = under_way
+    assert before and not after and not home._reads
 
 
 QUICK = ["writes_through_aliases", "in_halves"]

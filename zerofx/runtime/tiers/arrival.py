@@ -14,15 +14,20 @@ from zerofx.nvme.request import Request
 class Arrival:
     """A read in flight: `tensor`, in host memory, may be used only after `wait`.
 
+    under_way: holds this read until it has ended. Its memory is free for others once `tensor` is
+        dropped, as it is by an exception in the code that waits. The rest of the read would then
+        overwrite their values.
     on_fault: called with the error of a failed read; the waiting caller then gets NaN instead.
     """
 
-    __slots__ = ("_request", "on_fault", "tensor")
+    __slots__ = ("_request", "_under_way", "on_fault", "tensor")
 
-    def __init__(self, tensor: Tensor, request: Request | None) -> None:
+    def __init__(self, tensor: Tensor, request: Request | None, under_way: set[Arrival]) -> None:
         self.tensor: Tensor | None = tensor
-        self._request = request
+        self._request, self._under_way = request, under_way
         self.on_fault: Callable[[NvmeError], None] | None = None
+        if request is not None:
+            under_way.add(self)
 
     def wait(self) -> Tensor:
         """Wait on the host for the read, and return its result.
@@ -32,11 +37,12 @@ class Arrival:
         """
         tensor, request = self.tensor, self._request
         assert tensor is not None, "the read was already waited for"
-        self.tensor = self._request = None  # the schedule's variable outlives the read
-        if request is None:
-            return tensor
+        if request is not None:
+            request.join()
+        self._end()
         try:
-            request.wait()
+            if request is not None:
+                request.wait()  # which raises its fault
         except NvmeError as error:
             if self.on_fault is None:
                 raise
@@ -49,4 +55,8 @@ class Arrival:
         """Wait for the end of a read whose result is not needed, whether it succeeds or fails."""
         if self._request is not None:
             self._request.join()
-        self.tensor = self._request = None
+        self._end()
+
+    def _end(self) -> None:
+        self.tensor = self._request = None  # the schedule's variable outlives the read
+        self._under_way.discard(self)

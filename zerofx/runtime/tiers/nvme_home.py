@@ -48,6 +48,7 @@ class NvmeHome:
         self._stores: dict[tuple[str, int], NvmeStore] = {}  # by kind and bucket
         self._places: dict[tuple[str, int], Mapped] = {}
         self._writes: list[Request] = []
+        self._reads: set[Arrival] = set()
         self._early: dict[tuple[str, int], Arrival] = {}  # reads launched before they are needed
         self._lock = threading.RLock()
         self.on_update: Callable[[], Callable[[int, Tensor], None] | None] | None = None
@@ -127,11 +128,11 @@ class NvmeHome:
                 mapped.settle()
             room, out = self._host.borrow_within(last - first, start - first, numel, dtype)
             if not mapped.is_written:
-                return Arrival(out.zero_(), None)
+                return Arrival(out.zero_(), None, self._reads)
             store, name = self._stores[kind, place], self._names[place]
             submit = partial(store.read_blocks, name, first, room)
             request = self._host.request(NVME_READ, f"b{place}", room.nbytes, submit)()
-        return Arrival(out, request)
+        return Arrival(out, request, self._reads)
 
     def _settle_parameters(self) -> None:
         """Account for writes through the places of parameters, not all of which torch counts.
@@ -245,6 +246,9 @@ class NvmeHome:
         self.drop_early()
         with self._lock:
             writes, self._writes = self._writes, []
+            reads = list(self._reads)
+        for arrival in reads:
+            arrival.drop()  # its waiter is gone, and its memory is used again
         for request in writes:
             request.join()  # if it failed, the place has no checksum, and its reader is told
 
