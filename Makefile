@@ -1,5 +1,5 @@
 # make demo      train a byte-level GPT on two ranks, and show what was compiled
-# make test      lint, types, and every test that is not slow (10 to 20 minutes on 2 cores)
+# make test      lint, types, and every test that is not slow (about 10 minutes on 2 idle cores)
 # make test-slow one slice of the slow tests, SLICE=3 or the one whose turn it is at this commit
 # make test-all  the fast tests and all slow ones, slice by slice (hours): goes on where it stopped
 # make faults    damaged and crafted input of every kind, COUNT=50000; ranks and jobs that are killed
