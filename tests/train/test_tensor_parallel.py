@@ -337,3 +337,40 @@ def dropped() -> list[Tensor]:
 def test_ranks_draw_alike(pool: Pool) -> None:
     first, second = pool.run(2, dropped)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def gradients_in_bf16(plan: dict[str, Any]) -> dict[str, Tensor]:
+    """Return whole gradients of one step that computes in bf16 and reduces in fp32."""
+    precision = {"compute": "bf16", "reduce": "fp32"}
+    model = zerofx.compile(make("llama"), {"kernels": "aten", "precision": precision, **plan})
+    model(**batch("llama")).loss.backward()
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def whole(grad: Any) -> Tensor:
+    return (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"tensor": 2},
+        {"tensor": 2, "sequence": True},
+        {"context": 2},
+        {"context": 2, "attention": "ring"},
+        {"pipeline": 2, "micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_bf16_is_as_near_to_fp64_as_in_one_process(pool: Pool, parallel: dict[str, Any]) -> None:
+    """At most 1.5 times as far, over all gradients: cutting layers adds roundings of its own."""
+    exact = make("llama").double()
+    exact(**batch("llama")).loss.backward()
+    expected = {n: p.grad for n, p in exact.named_parameters() if p.grad is not None}
+    (alone,) = pool.run(1, gradients_in_bf16, {})
+    found = pool.run(2, gradients_in_bf16, {"parallel": parallel, "stage": 1})
+    together = {n: grad for each in found for n, grad in each.items()}
+    assert together.keys() == expected.keys()
+    error, least = relative_error(together, expected), relative_error(alone, expected)
+    assert 1e-4 < error <= 1.5 * least, (error, least)
