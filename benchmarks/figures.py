@@ -29,7 +29,7 @@ STEP_TIME = {  # the file of each size: those that take long were measured by th
 MEMORY, BUDGET = "memory-20261129-045802", "budget-20261122-063132"
 OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261129-051014"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
-PARALLEL, DEEPSPEED = "parallel-20261129-040611", "parallel-20261129-040827"
+PARALLEL, DEEPSPEED = "parallel-20261129-145926", "parallel-20261129-040827"
 ONE_PROCESS = "one_process-20261128-214417"
 BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
 

@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from operator import add
+from operator import add, sub
 
 from torch import fx
 
@@ -179,11 +179,11 @@ def _others(program: Planned, buffers: Sequence[_Buffer]) -> list[int]:
         _write(buffer, number)
     program.slot_bytes = tuple(buffer.nbytes for buffer in buffers)
     found = memory(program, accumulation=1, no_sync=False)
-    curve = list(found.curve)
+    change = [0] * (len(found.curve) + 1)
     for storage in filter(is_slot, found.storages):
-        for time in range(storage.birth, storage.death + 1):
-            curve[time] -= storage.nbytes
-    return curve
+        change[storage.birth] += storage.nbytes
+        change[storage.death + 1] -= storage.nbytes
+    return list(map(sub, found.curve, accumulate(change[:-1])))
 
 
 def _buffers(program: Planned) -> Iterator[_Buffer]:

@@ -496,7 +496,7 @@ def test_pretrained_models_are_loaded_by_shards(pool: Pool, tmp_path: Path) -> N
     )  # fmt: skip
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path, max_shard_size="1MB")
     for shards, largest, peak in pool.run(2, peak_of_pretrained, str(tmp_path)):
-        assert peak <= shards + largest, (peak, shards, largest)
+        assert peak <= shards + largest + FEW, (peak, shards, largest)
 
 
 # -- boxes, names ----------------------------------------------------------------------------------
