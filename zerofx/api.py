@@ -20,9 +20,9 @@ from zerofx.capture.call import find_ignored
 from zerofx.capture.capture import describe_params, describe_uncalled
 from zerofx.capture.formats import compute_dtypes
 from zerofx.capture.guard import check_wrappers
+from zerofx.comm.agreement import describe_optimizers
 from zerofx.comm.grid import check_mesh, slice_axis
 from zerofx.comm.groups import StartUp, place
-from zerofx.comm.steps import describe
 from zerofx.comm.world import World
 from zerofx.errors import ArgumentError, OptimizerError, PlanError
 from zerofx.hardware import Hardware, hardware_for
@@ -134,7 +134,7 @@ def compile(
         named_islands(model, checked.islands)
         position = world.axis("pipeline").rank
         layout = make_layout(model, checked, world.size, described, position, parts)
-        digest = f"{describe(built)};{describe_layout(layout, checked)}"
+        digest = f"{describe_optimizers(built)};{describe_layout(layout, checked)}"
         world.publish(layout_digest(layout), describe_parameters(layout))
         world.agree(f"zerofx.compile of {type(model).__name__}", digest)
         if checked.offload.activations == "nvme":

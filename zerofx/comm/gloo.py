@@ -1,4 +1,4 @@
-"""The collectives between processes over gloo.
+"""The collectives between processes over gloo, or between the memories of one host's processes.
 
 direct   one point-to-point message per pair of ranks, received in its final place; the default
 native   one library call: all-gather, broadcast, or an all-to-all whose parts are then summed here
@@ -26,6 +26,7 @@ from zerofx.comm.collectives import (
     ordered_sum,
     receive_buffers,
 )
+from zerofx.comm.mail import MemoryWire
 from zerofx.compat.groups import all_gather_flat, group_backend
 from zerofx.policy import exchange
 from zerofx.policy.borrowing import Loan
@@ -43,17 +44,23 @@ def always_direct(kind: str, nbytes: int, ranks: int) -> str:
 
 
 class GlooAxis(Axis):
-    """An axis of processes connected by gloo: one group for gathers, one for reductions."""
+    """An axis of processes connected by gloo: one group for gathers, one for reductions.
+
+    wires: carry the messages of direct exchanges in place of the groups, if all ranks are on one
+        host: one for gathers, one for reductions.
+    """
 
     def __init__(
         self, rank: int, size: int, gathers: Any, reduces: Any, lane: Lane, algorithm: Algorithm,
-        elsewhere: frozenset[int] = frozenset(),
+        elsewhere: frozenset[int] = frozenset(), wires: tuple[MemoryWire, MemoryWire] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(rank, size, elsewhere)
         self._gathers, self._reduces = gathers, reduces
         # Call the backend directly: torch.distributed's wrappers cost as much as the call itself.
-        self._gather_wire = group_backend(gathers, torch.device("cpu"))
-        self._reduce_wire = group_backend(reduces, torch.device("cpu"))
+        host = torch.device("cpu")
+        self._backends = group_backend(gathers, host), group_backend(reduces, host)
+        found: tuple[Any, Any] = wires or self._backends
+        self._gather_wire, self._reduce_wire = found
         self._peers = [(rank + step) % size for step in range(1, size)]
         self._lane = lane
         self._algorithm = algorithm
@@ -239,7 +246,7 @@ class GlooAxis(Axis):
 
         A receive that times out makes gloo close all connections of its group.
         """
-        for wire in (self._gather_wire, self._reduce_wire):
+        for wire in self._backends:
             with contextlib.suppress(RuntimeError):  # it must time out, or is closed already
                 probe = wire.recv([torch.empty(1)], self._peers[0], _BREAK_TAG)
                 probe.wait(timedelta(milliseconds=1))

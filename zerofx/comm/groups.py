@@ -30,6 +30,7 @@ from zerofx.comm.collectives import Axis, Lane
 from zerofx.comm.gloo import Algorithm, GlooAxis
 from zerofx.comm.grid import SliceAxis, free_axes
 from zerofx.comm.hosts import host_key, meet
+from zerofx.comm.mail import Mail, MemoryWire, connect
 from zerofx.comm.meeting import (
     BoundedStore,
     Meeting,
@@ -423,6 +424,8 @@ def join(
     watchdog = (StreamWatchdog if backend == "nccl" else HostWatchdog)(agreement)
     lane = Lane(watchdog)
 
+    groups.connect(meeting, backend)
+
     def axis(what: str, members: list[int]) -> Axis:
         if len(members) == 1:
             return Axis()
@@ -440,7 +443,10 @@ def join(
         if backend == "nccl":
             made = NcclAxis(position, len(members), gathers, reduces, lane, elsewhere)
         else:
-            made = GlooAxis(position, len(members), gathers, reduces, lane, algorithm, elsewhere)
+            wires = groups.wires(len(joined), [everyone.index(member) for member in members])
+            made = GlooAxis(
+                position, len(members), gathers, reduces, lane, algorithm, elsewhere, wires
+            )
         joined.append(made)
         return made
 
@@ -465,6 +471,7 @@ def join(
         )  # fmt: skip
 
     def break_off() -> None:
+        groups.break_off()
         for each in joined:
             each.break_off()
 
@@ -518,14 +525,37 @@ class Groups:
     """The groups of one world: axis -> (gathers, reduces). `name` is equal on all its ranks.
 
     `launched` counts this rank's collectives in ended worlds. `transfers`: ranks -> a group.
+    mail: connects the ranks of one host; None if the groups carry all messages.
     """
 
     name: str
     pairs: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     transfers: dict[tuple[int, ...], Any] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    mail: Mail | None = None
     launched: int = 0
     job: Any = field(default_factory=lambda: dist.group.WORLD)
+
+    def connect(self, meeting: Meeting, backend: str) -> None:
+        """Connect the ranks for messages from memory to memory, unless they are; all call this."""
+        if backend == "gloo" and self.mail is None:
+            self.mail, why = connect(meeting)
+            if why:
+                log.info("zerofx: gloo carries all messages between ranks: %s.", why)
+
+    def wires(self, number: int, ranks: list[int]) -> tuple[MemoryWire, MemoryWire] | None:
+        """Return two wires, for gathers and reductions, among some ranks of the world.
+
+        number: of the axis, in the order in which all ranks make their axes.
+        """
+        if self.mail is None:
+            return None
+        return self.mail.wire(2 * number, ranks), self.mail.wire(2 * number + 1, ranks)
+
+    def break_off(self) -> None:
+        """End every wait for a message from memory to memory; this is final."""
+        if self.mail is not None:
+            self.mail.break_off()
 
     def for_transfers(self, everyone: list[int], meeting: Meeting, members: list[int]) -> Any:
         """Return a gloo group of some ranks of the world, for files; only they call it.

@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.comm import groups
-from zerofx.comm.agreement import Agreement, Letters
+from zerofx.comm.agreement import Agreement, Letters, StepLog
 from zerofx.comm.board import NO_GRAPH
 from zerofx.comm.collectives import COUNTED, Axis, Lane, Traffic, Work
 from zerofx.comm.gloo import Algorithm, always_direct
 from zerofx.comm.grid import SliceAxis, rank_grid, with_slices
 from zerofx.comm.meeting import timeout_s
-from zerofx.comm.steps import StepLog
 from zerofx.errors import DesyncError, PlanError
 from zerofx.layout.buckets import ACROSS, AXES, CONTEXT, NODE, Mesh
 from zerofx.policy import reduction

@@ -1,0 +1,239 @@
+"""Messages between memories: order, sizes, full sockets, lost processes, and gloo instead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from pool import Died, Pool
+from torch import Tensor
+from world_cases import assert_bit_equal, every_collective
+
+from zerofx.comm import mail
+from zerofx.comm.mail import MemoryWire
+from zerofx.comm.world import World
+from zerofx.errors import DesyncError, PlanError
+
+LIMIT = timedelta(seconds=30)
+SHORT, LONG = mail._SHORT // 4, 1 << 20  # numbers of floats
+
+
+def wire_of(world: World) -> MemoryWire:
+    wire = world._shard._gather_wire  # type: ignore[attr-defined]
+    assert isinstance(wire, MemoryWire)
+    return wire
+
+
+def message(number: int, numel: int) -> Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 1000 * number
+
+
+SIZES = [1, SHORT, SHORT + 1, LONG, 7, LONG, SHORT]
+
+
+def sends_before_it_receives() -> list[bool]:
+    """Each rank sends everything before it looks for anything, and takes the last sizes first."""
+    world = World.connect("cpu")
+    wire, other = wire_of(world), 1 - world.rank
+    sent = [wire.send([message(n, numel)], other, numel) for n, numel in enumerate(SIZES)]
+    landings = {n: torch.empty(numel) for n, numel in enumerate(SIZES)}
+    later = {n: SIZES.index(SIZES[n]) != n for n in landings}  # the second one of its size
+    order = sorted(landings, key=lambda n: (-SIZES[n], later[n]))
+    received = [wire.recv([landings[n]], other, SIZES[n]) for n in order]
+    for transfer in reversed([*sent, *received]):
+        transfer.wait(LIMIT)
+    return [torch.equal(landings[n], message(n, SIZES[n])) for n in landings]
+
+
+def test_messages_of_one_size_keep_their_order_and_others_do_not_wait(pool: Pool) -> None:
+    assert pool.run(2, sends_before_it_receives) == [[True] * len(SIZES)] * 2
+
+
+def floods(count: int) -> tuple[bool, float]:
+    """Both ranks send more short messages than a socket holds before either receives one."""
+    world = World.connect("cpu")
+    wire, other = wire_of(world), 1 - world.rank
+    sent = [wire.send([message(n, SHORT)], other, 1) for n in range(count)]
+    landings = [torch.empty(SHORT) for _ in range(count)]
+    received = [wire.recv([landing], other, 1) for landing in landings]
+    for transfer in (*sent, *received):
+        transfer.wait(LIMIT)
+    unsent = sum(len(peer._unsent) for peer in wire._peers if peer is not None)
+    return all(torch.equal(x, message(n, SHORT)) for n, x in enumerate(landings)), unsent
+
+
+def test_messages_that_a_socket_has_no_room_for_wait(pool: Pool) -> None:
+    assert pool.run(2, floods, 200) == [(True, 0)] * 2
+
+
+def serves_while_it_waits() -> bool:
+    """Rank 0 waits for rank 2, which comes only after rank 1's message has left for rank 0."""
+    world = World.connect("cpu")
+    wire, out = wire_of(world), torch.empty(LONG)
+    if world.rank == 0:
+        first = wire.recv([out], 1, 5)
+        wire.recv([torch.empty(4)], 2, 6).wait(LIMIT)
+        return first.is_completed() and torch.equal(out, message(3, LONG))
+    if world.rank == 1:
+        wire.send([message(3, LONG)], 0, 5).wait(LIMIT)  # until rank 0 has copied it
+        wire.send([torch.ones(1)], 2, 7).wait(LIMIT)
+        return True
+    wire.recv([torch.empty(1)], 1, 7).wait(LIMIT)
+    wire.send([torch.ones(4)], 0, 6).wait(LIMIT)
+    return True
+
+
+def test_a_rank_that_waits_takes_other_messages(pool: Pool) -> None:
+    assert pool.run(3, serves_while_it_waits) == [True] * 3
+
+
+def two_threads_receive() -> bool:
+    world = World.connect("cpu")
+    wire, other = wire_of(world), 1 - world.rank
+    landings = [torch.empty(LONG) for _ in range(2)]
+
+    def take(n: int) -> None:
+        wire.recv([landings[n]], other, n).wait(LIMIT)
+
+    threads = [threading.Thread(target=take, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    sent = [wire.send([message(n, LONG)], other, n) for n in (1, 0)]
+    for thread in threads:
+        thread.join()
+    for each in sent:
+        each.wait(LIMIT)
+    return all(torch.equal(x, message(n, LONG)) for n, x in enumerate(landings))
+
+
+def test_threads_may_wait_at_once(pool: Pool) -> None:
+    assert pool.run(2, two_threads_receive) == [True, True]
+
+
+def is_killed() -> tuple[str, float]:
+    world = World.connect("cpu")
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        wire_of(world).recv([torch.empty(LONG)], 1, 1).wait(LIMIT)
+    return str(caught.value), time.monotonic() - began
+
+
+def test_the_end_of_a_process_is_noticed_at_once(pool: Pool) -> None:
+    (told, took), dead = pool.run(2, is_killed, may_die=True)
+    assert dead == Died(-signal.SIGKILL)
+    assert "closed the connection" in told and took < 5
+
+
+def leaves_early() -> bool:
+    """Rank 1 ends its world with a message on its way that rank 0 has not looked at."""
+    world = World.connect("cpu")
+    wire, out = wire_of(world), torch.empty(SHORT)
+    if world.rank == 1:
+        wire.send([message(1, SHORT)], 0, 1).wait(LIMIT)
+        for peer in wire._peers:
+            if peer is not None:
+                mail._close([peer])
+        return True
+    time.sleep(0.3)
+    wire.recv([out], 1, 1).wait(LIMIT)
+    return torch.equal(out, message(1, SHORT))
+
+
+def test_the_last_messages_of_a_rank_that_ends_arrive(pool: Pool) -> None:
+    assert pool.run(2, leaves_early) == [True, True]
+    pool.renew()
+
+
+def breaks_off() -> str:
+    """A thread of rank 0 breaks off, as a watchdog does, while both ranks wait."""
+    world = World.connect("cpu")
+    wire = wire_of(world)
+    if world.rank == 0:
+        threading.Timer(0.3, wire._mail.break_off).start()
+    with pytest.raises(RuntimeError) as caught:
+        wire.recv([torch.empty(LONG)], 1 - world.rank, 1).wait(LIMIT)
+    return str(caught.value)
+
+
+def test_a_wait_can_be_broken_off(pool: Pool) -> None:
+    here, there = pool.run(2, breaks_off)
+    assert "closed the connection" in here and "gave up" in there
+    pool.renew()
+
+
+def over(transport: str | None, unreadable: int | None) -> tuple[Any, str]:
+    """Run every collective; `unreadable` cannot read the others' memory."""
+    reads = mail._READ
+    if transport is not None:
+        os.environ[mail.VARIABLE] = transport
+    if int(os.environ.get("RANK", -1)) == unreadable or unreadable == -1:
+        mail._READ = lambda *args: -1
+    try:
+        world = World.connect("cpu")
+        return every_collective(world), type(world._shard._gather_wire).__name__  # type: ignore[attr-defined]
+    finally:
+        mail._READ = reads
+        os.environ.pop(mail.VARIABLE, None)
+
+
+@pytest.mark.parametrize(
+    ("transport", "unreadable", "wire"),
+    [
+        (None, None, "MemoryWire"),
+        ("memory", None, "MemoryWire"),
+        ("gloo", None, "ProcessGroupGloo"),
+        (None, -1, "ProcessGroupGloo"),
+    ],
+)
+def test_what_carries_messages_changes_no_bit(
+    pool: Pool, transport: str | None, unreadable: int | None, wire: str
+) -> None:
+    pool.renew()  # groups of ended worlds keep their connections
+    answers = pool.run(2, over, transport, unreadable)
+    assert_bit_equal([got for got, _ in answers], 2, 2)
+    assert [name for _, name in answers] == [wire] * 2
+
+
+def one_rank_cannot_read() -> str:
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        mail._READ = lambda *args: -1
+    world = World.connect("cpu")
+    return type(world._shard._gather_wire).__name__  # type: ignore[attr-defined]
+
+
+def test_one_rank_that_cannot_read_memory_sends_all_to_gloo(pool: Pool) -> None:
+    pool.renew()
+    assert pool.run(2, one_rank_cannot_read) == ["ProcessGroupGloo"] * 2
+    pool.renew()
+
+
+def of_unknown_name() -> str:
+    os.environ[mail.VARIABLE] = "shared"
+    with pytest.raises((PlanError, DesyncError)) as caught:
+        World.connect("cpu")
+    return str(caught.value)
+
+
+def test_an_unknown_transport_is_refused(pool: Pool) -> None:
+    pool.renew()
+    told = pool.run(2, of_unknown_name)
+    said = "ZEROFX_TRANSPORT is 'shared'. Set it to 'memory' or 'gloo'"
+    assert any(said in text for text in told)
+    pool.renew()
+
+
+def test_only_the_expected_process_is_accepted() -> None:
+    ours, theirs = mail.socket.socketpair(mail.socket.AF_UNIX, mail.socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        mail._check_process(ours, os.getpid())
+        with pytest.raises(OSError, match=f"process {os.getpid()} of user"):
+            mail._check_process(ours, os.getpid() + 1)

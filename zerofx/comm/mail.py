@@ -1,0 +1,462 @@
+"""Messages between processes of one host: the receiver copies them out of the sender's memory.
+
+Over gloo's sockets the kernel copies each byte twice, and threads of gloo wake up for it on the
+cores that compute. Here a rank only posts where its tensor is, and the other one copies it once
+(Linux's `process_vm_readv`, as in MPI libraries), as soon as both have launched: on the spot if it
+launches second, otherwise at its next launch or in its wait. Short messages are sent with the post.
+
+Each pair of ranks has a Unix socket for posts and receipts: the end of a process is noticed at
+once, and `wait` sleeps in the kernel. All ranks of a world must be on one host and be able to read
+each other's memory; otherwise gloo carries all messages.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from zerofx.comm.meeting import Meeting
+from zerofx.errors import PlanError, as_sentence
+
+VARIABLE = "ZEROFX_TRANSPORT"
+"""`memory` (the default) or `gloo`: what carries messages between ranks of one host."""
+
+_SHORT = 16 << 10  # bytes of a message that is sent with its post
+_HEADER = struct.Struct("<BBIQQQ")  # kind, channel, tag, number, address, bytes
+_POST, _SHORT_POST, _RECEIPT, _FAREWELL = range(4)
+_HELLO = struct.Struct("<QQ16s")  # rank, and the address and the value of a token to read
+_CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
+_PATIENCE_S = 30.0  # for an answer of a process that is known to be connecting
+_ONCE = 1 << 30  # bytes that one system call reads; Linux limits it to 2 GiB less a page
+_LONGEST_S = 3600.0  # of one sleep; the kernel counts its milliseconds in 31 bits
+_YAMA = "/proc/sys/kernel/yama/ptrace_scope"
+_SET_READERS, _ANY = 0x59616D61, -1  # of prctl: which processes may read this one's memory
+
+
+class _Extent(ctypes.Structure):
+    """Linux's `struct iovec`: a stretch of memory."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+def _memory_reader() -> Any:
+    """Return Linux's `process_vm_readv`, or None where there is none."""
+    if not (hasattr(select, "epoll") and hasattr(socket, "SO_PEERCRED")):
+        return None
+    read = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
+    if read is not None:
+        number, place = ctypes.c_ulong, ctypes.POINTER(_Extent)
+        read.argtypes = [ctypes.c_int, place, number, place, number, number]
+        read.restype = ctypes.c_ssize_t
+    return read
+
+
+_READ = _memory_reader()
+
+
+def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
+    """Copy bytes from an address of process `pid` to an address of this one.
+
+    Raises:
+        OSError: the process has ended, or may not be read.
+    """
+    done = 0
+    while done < nbytes:
+        length = min(nbytes - done, _ONCE)
+        here, there = _Extent(target + done, length), _Extent(source + done, length)
+        got = _READ(pid, here, 1, there, 1, 0)
+        if got <= 0:
+            raise OSError(as_sentence(os.strerror(ctypes.get_errno())))
+        done += got
+
+
+class Transfer:
+    """A message on its way to or from another rank."""
+
+    __slots__ = ("_tensor", "address", "is_done", "nbytes", "peer")
+
+    def __init__(self, peer: _Peer, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), "a message is one stretch of memory"
+        self.peer = peer
+        self.nbytes = tensor.nbytes
+        self.address = tensor.data_ptr()
+        self.is_done = False
+        self._tensor: Tensor | None = tensor  # its memory must stay until the end
+
+    def end(self) -> None:
+        self.is_done, self._tensor = True, None
+
+    def is_completed(self) -> bool:
+        """Return whether the message has arrived, without a look at new posts."""
+        return self.is_done
+
+    def wait(self, timeout: timedelta) -> bool:
+        """Wait until the message has arrived.
+
+        Raises:
+            RuntimeError: the other process has ended or closed the connection, or the time is up.
+        """
+        if not self.is_done:
+            _OFFICE.wait(self, timeout.total_seconds())
+        return True
+
+
+class _Peer:
+    """The other process of a connection: what was posted on both sides and is not yet done."""
+
+    def __init__(self, rank: int, pid: int, connection: socket.socket) -> None:
+        self.rank, self.pid, self.connection = rank, pid, connection
+        self.fileno = connection.fileno()
+        connection.setblocking(False)
+        self.ended = ""  # why no further message comes or goes
+        self.gave_up = False
+        self._number = 0
+        self._unsent: deque[bytes] = deque()
+        self._sent: dict[int, Transfer] = {}
+        self._expected: dict[tuple[int, int], deque[Transfer]] = {}
+        self._arrived: dict[tuple[int, int], deque[tuple[int, int, bytes]]] = {}
+
+    def send(self, tensor: Tensor, channel: int, tag: int) -> Transfer:
+        transfer = Transfer(self, tensor)
+        if self.ended:
+            raise RuntimeError(as_sentence(self.ended))
+        if transfer.nbytes <= _SHORT:
+            head = _HEADER.pack(_SHORT_POST, channel, tag, 0, 0, transfer.nbytes)
+            self.write(head + ctypes.string_at(transfer.address, transfer.nbytes))
+            transfer.end()
+            return transfer
+        self._number += 1
+        self._sent[self._number] = transfer
+        place = transfer.address, transfer.nbytes
+        self.write(_HEADER.pack(_POST, channel, tag, self._number, *place))
+        return transfer
+
+    def receive(self, tensor: Tensor, channel: int, tag: int) -> Transfer:
+        transfer = Transfer(self, tensor)
+        arrived = self._arrived.get((channel, tag))
+        if self.gave_up or (self.ended and not arrived):
+            raise RuntimeError(as_sentence(self.ended))
+        if arrived:
+            self._take(transfer, *arrived.popleft())
+        else:
+            self._expected.setdefault((channel, tag), deque()).append(transfer)
+        return transfer
+
+    def handle(self, message: bytes) -> None:
+        """React to a post or a receipt of the other process."""
+        kind, channel, tag, number, address, _ = _HEADER.unpack_from(message)
+        if kind == _RECEIPT:
+            self._sent.pop(number).end()
+            return
+        if kind == _FAREWELL:
+            self.gave_up = True
+            self.end(f"process {self.pid} gave up")
+            return
+        post = number, address, message[_HEADER.size :]
+        expected = self._expected.get((channel, tag))
+        if expected:
+            self._take(expected.popleft(), *post)
+        else:
+            self._arrived.setdefault((channel, tag), deque()).append(post)
+
+    def _take(self, transfer: Transfer, number: int, address: int, short: bytes) -> None:
+        """Copy a message to its place, and tell the sender that its memory may change."""
+        if not number:
+            ctypes.memmove(transfer.address, short, transfer.nbytes)
+            transfer.end()
+            return
+        try:
+            read_memory(self.pid, address, transfer.address, transfer.nbytes)
+        except OSError as error:
+            self.end(f"the memory of process {self.pid} could not be read: {error}")
+            return
+        transfer.end()
+        self.write(_HEADER.pack(_RECEIPT, 0, 0, number, 0, 0))
+
+    def write(self, message: bytes) -> None:
+        self._unsent.append(message)
+        if len(self._unsent) == 1 and not self.flush():
+            _OFFICE.watch(self, writes=True)
+
+    def flush(self) -> bool:
+        """Write what waits for room in the socket; return whether nothing is left."""
+        while self._unsent and not self.ended:
+            try:
+                self.connection.send(self._unsent[0])
+            except BlockingIOError:
+                return False
+            except OSError as error:
+                self.end(f"the connection to process {self.pid} broke: {error.strerror}")
+                break
+            self._unsent.popleft()
+        return True
+
+    def end(self, reason: str) -> None:
+        self.ended = self.ended or reason
+        _OFFICE.forget(self)
+
+
+class _Office:
+    """All connections of this process: whoever waits for one message serves every other too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._peers: dict[int, _Peer] = {}
+        self._poll: Any = None
+        self._page = bytearray(_HEADER.size + _SHORT)
+
+    def open(self, peer: _Peer) -> None:
+        with self._lock:
+            if self._poll is None:
+                self._poll = select.epoll()
+            self._peers[peer.fileno] = peer
+            self._poll.register(peer.fileno, select.EPOLLIN)
+
+    def watch(self, peer: _Peer, writes: bool) -> None:
+        if peer.fileno in self._peers:
+            self._poll.modify(peer.fileno, select.EPOLLIN | (select.EPOLLOUT if writes else 0))
+
+    def give_up(self, peer: _Peer) -> None:
+        with self._lock, suppress(OSError):  # the other process may have closed it already
+            peer.write(_HEADER.pack(_FAREWELL, 0, 0, 0, 0, 0))
+            peer.connection.shutdown(socket.SHUT_RDWR)
+
+    def forget(self, peer: _Peer) -> None:
+        with self._lock:
+            if self._peers.pop(peer.fileno, None) is not None:
+                self._poll.unregister(peer.fileno)
+
+    def send(self, peer: _Peer, tensor: Tensor, channel: int, tag: int) -> Transfer:
+        with self._lock:
+            return peer.send(tensor, channel, tag)
+
+    def receive(self, peer: _Peer, tensor: Tensor, channel: int, tag: int) -> Transfer:
+        with self._lock:
+            while self._serve(0):
+                pass
+            return peer.receive(tensor, channel, tag)
+
+    def wait(self, transfer: Transfer, limit_s: float) -> None:
+        until = time.monotonic() + limit_s
+        while not transfer.is_done:
+            if transfer.peer.ended:
+                raise RuntimeError(as_sentence(transfer.peer.ended))
+            left = until - time.monotonic()
+            if left <= 0:
+                raise RuntimeError(f"process {transfer.peer.pid} took over {limit_s:g} seconds.")
+            self._serve(min(left, _LONGEST_S))
+
+    def _serve(self, limit_s: float) -> bool:
+        """Handle one message of each process that has written; wait up to a limit for the first.
+
+        Return whether there was one.
+        """
+        found = self._poll.poll(limit_s)
+        for fileno, events in found:
+            with self._lock:
+                peer = self._peers.get(fileno)
+                if peer is None:  # another thread has ended it
+                    continue
+                if events & select.EPOLLOUT and peer.flush():
+                    self.watch(peer, writes=False)
+                if events & ~select.EPOLLOUT:
+                    self._read(peer)
+        return bool(found)
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            length = peer.connection.recv_into(self._page)
+        except BlockingIOError:  # another thread has read it
+            return
+        except OSError as error:
+            peer.end(f"the connection to process {peer.pid} broke: {error.strerror}")
+            return
+        if length:
+            peer.handle(bytes(self._page[:length]))
+        else:
+            peer.end(f"process {peer.pid} closed the connection")
+
+
+_OFFICE = _Office()
+
+
+class Mail:
+    """This rank's connections to the others of a world, by their ranks in it."""
+
+    def __init__(self, peers: dict[int, _Peer]) -> None:
+        self._peers = peers
+        self._owner = os.getpid()
+        for peer in peers.values():
+            _OFFICE.open(peer)
+        weakref.finalize(self, _close, list(peers.values())).atexit = False
+
+    def wire(self, channel: int, members: Sequence[int]) -> MemoryWire:
+        """Return a wire to some ranks; those of one channel see only each other's messages."""
+        return MemoryWire(self, channel, [self._peers.get(rank) for rank in members])
+
+    def break_off(self) -> None:
+        """End every wait with an error, here and on the other ranks; this is final."""
+        if os.getpid() != self._owner:
+            return  # a forked child, such as a loader's worker, shares the sockets
+        for peer in self._peers.values():
+            _OFFICE.give_up(peer)
+
+
+def _close(peers: list[_Peer]) -> None:
+    for peer in peers:
+        peer.end("the connection was closed")
+        peer.connection.close()
+
+
+class MemoryWire:
+    """The messages of one axis: `send` and `recv` have the form of torch's gloo backend."""
+
+    def __init__(self, mail: Mail, channel: int, peers: Sequence[_Peer | None]) -> None:
+        self._mail = mail  # it closes the connections when it is dropped
+        self._channel = channel
+        self._peers = peers
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        to = self._peers[peer]
+        assert to is not None, "a rank sends nothing to itself"
+        return _OFFICE.send(to, tensors[0], self._channel, tag)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        source = self._peers[peer]
+        assert source is not None, "a rank receives nothing from itself"
+        return _OFFICE.receive(source, tensors[0], self._channel, tag)
+
+
+# -- connecting -----------------------------------------------------------------------------------
+def connect(meeting: Meeting) -> tuple[Mail | None, str]:
+    """Connect all ranks of a meeting, which all call this; or say why gloo must carry messages.
+
+    Raises:
+        DesyncError: a rank did not arrive, or has raised; names it.
+        PlanError: ZEROFX_TRANSPORT is neither `memory` nor `gloo`.
+    """
+    transport = os.environ.get(VARIABLE, "memory")
+    if transport not in ("memory", "gloo"):
+        raise PlanError(f"{VARIABLE} is {transport!r}. Set it to 'memory' or 'gloo', or unset it.")
+    if meeting.elsewhere:
+        return None, "the ranks are on several hosts"
+    name, why = f"zerofx-{secrets.token_hex(16)}", ""
+    if transport == "gloo":
+        why = f"{VARIABLE} is 'gloo' on a rank"
+    elif _READ is None:
+        why = "the system cannot read the memory of other processes"
+    with ExitStack() as stack:
+        listens = stack.enter_context(_listener(name, meeting.size))
+        shared = meeting.share("mail", json.dumps([os.getpid(), name, why]))
+        places = [json.loads(text) for text in shared]
+        why = next((said for _, _, said in places if said), "")
+        if why:
+            return None, why
+        connected: dict[int, socket.socket] = {}
+        try:
+            for rank, (pid, other, _) in enumerate(places[: meeting.rank]):
+                connected[rank] = stack.enter_context(_socket())
+                connected[rank].connect("\0" + other)
+                _check_process(connected[rank], pid)
+        except OSError as error:  # their networks are separate, for example
+            why = f"rank {meeting.rank} cannot connect to rank {rank}: {as_sentence(error)}"
+        why = next(filter(None, meeting.share("mail connected", why)), "")
+        if why:
+            return None, why
+        try:
+            _allow_readers()
+            _greet(connected, listens, meeting.rank, [pid for pid, _, _ in places])
+            peers = {rank: _Peer(rank, places[rank][0], c) for rank, c in connected.items()}
+        except OSError as error:
+            why = f"rank {meeting.rank} cannot read another rank's memory: {as_sentence(error)}"
+        why = next(filter(None, meeting.share("mail tried", why)), "")
+        if why:
+            return None, why
+        stack.pop_all()
+    listens.close()
+    return Mail(peers), ""
+
+
+def _socket() -> socket.socket:
+    """Return a socket that keeps the borders of messages."""
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.settimeout(_PATIENCE_S)
+    return made
+
+
+def _listener(name: str, size: int) -> socket.socket:
+    """Return a socket that listens at a name without a file, so that nothing is left behind."""
+    made = _socket()
+    made.bind("\0" + name)
+    made.listen(size)
+    return made
+
+
+def _check_process(connection: socket.socket, pid: int) -> None:
+    """Check who is at the other end: any process of the host can connect.
+
+    Raises:
+        OSError: it is not that process, or another user's.
+    """
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    its_pid, its_user, _ = _CREDENTIALS.unpack(raw)
+    if (its_pid, its_user) != (pid, os.getuid()):
+        raise OSError(f"process {its_pid} of user {its_user} answered for process {pid}.")
+
+
+def _allow_readers() -> None:
+    """Let other processes of this user read this one, where only its parents may (Ubuntu)."""
+    with suppress(OSError), open(_YAMA) as file:
+        if file.read().strip() == "1":
+            ctypes.CDLL(None).prctl(_SET_READERS, ctypes.c_ulong(_ANY), 0, 0, 0)
+
+
+def _greet(
+    connected: dict[int, socket.socket], listens: socket.socket, rank: int, pids: list[int]
+) -> None:
+    """Accept the connections of later ranks; then read a token in the memory of every other rank.
+
+    Raises:
+        OSError: one cannot be read, or another process connected.
+    """
+    token = secrets.token_bytes(16)
+    place = ctypes.create_string_buffer(token, 16)
+    hello = _HELLO.pack(rank, ctypes.addressof(place), token)
+    for each in connected.values():
+        each.send(hello)
+    hellos: dict[int, list[Any]] = {}
+    for _ in range(len(pids) - rank - 1):
+        connection, _ = listens.accept()
+        connection.settimeout(_PATIENCE_S)
+        other, address, its_token = _HELLO.unpack(connection.recv(_HELLO.size))
+        connected[other] = connection
+        _check_process(connection, pids[other])
+        connection.send(hello)
+        hellos[other] = [address, its_token]
+    for other, connection in connected.items():
+        if other not in hellos:
+            _, *hellos[other] = _HELLO.unpack(connection.recv(_HELLO.size))
+        address, its_token = hellos[other]
+        found = ctypes.create_string_buffer(16)
+        read_memory(pids[other], address, ctypes.addressof(found), 16)
+        if found.raw != its_token:
+            raise OSError(f"process {pids[other]} holds other bytes than it says.")
+    for connection in connected.values():  # the token's place is needed until all have read it
+        connection.send(hello)
+    for connection in connected.values():
+        connection.recv(_HELLO.size)
