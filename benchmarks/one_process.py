@@ -1,82 +1,105 @@
-"""CPU time per step of eight small models in one process: zerofx, eager PyTorch, torch.compile.
+"""CPU time per step of eight small models on one rank: zerofx, eager PyTorch, torch.compile.
 
     python -m benchmarks.one_process                                  # "aten" against eager
     python -m benchmarks.one_process --systems eager,aten,torch.compile,inductor --models mnist
 
-All systems of a model are in one process, with one thread, and take turns, some steps each, with a
-turn of eager between any two. Each turn's CPU seconds per step are divided by the mean of the
-eager turns before and after it, since the machine drifts; the ratios are medians, with quartiles.
-The second eager model, "again", shows what the machine adds. Losses of the first step must agree to
-1e-4, where a model draws no random numbers.
+Each system of a model has a process of its own, with one thread, which sleeps while another one
+runs. They take turns, some steps each, with a turn of eager between any two. Each turn's CPU
+seconds per step are divided by the mean of the eager turns before and after it, since the machine
+drifts; the ratios are medians, with quartiles. The second eager process, "again", shows what the
+machine adds. "eager kept heap" is eager PyTorch with the settings of glibc that zerofx makes
+(`zerofx/process.py`). Losses of the first step must agree to 1e-4, where a model draws no random
+numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import nn
 
-import zerofx
+from benchmarks.pool import Group
 from benchmarks.report import Column, finish
 from benchmarks.small_models import SMALL
 
-SYSTEMS = ("eager", "again", "aten", "inductor", "torch.compile")
+SYSTEMS = ("eager", "again", "eager kept heap", "aten", "inductor", "torch.compile")
+KEPT = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 DRAWS = ("vae", "mnist")  # random numbers of a compiled model are not those of an eager one
-AGREEMENT, WARMUP = 1e-4, 3
+AGREEMENT, WARMUP = 1e-4, 8
 
 
-class Trainee:
-    """One system's model, optimizer and batch."""
+class Job:
+    """One system's model, optimizer and batch, in a process of its own."""
 
-    def __init__(self, system: str, plain: nn.Module, args: tuple[Any, ...]) -> None:
-        self.model: Any = plain
+    def __init__(self, system: str, model: str) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        self._model: Any = SMALL[model].build()
+        self._args = SMALL[model].batch()
         if system == "torch.compile":
-            self.model = torch.compile(plain)
-        elif system not in ("eager", "again"):
-            self.model = zerofx.compile(plain, {"kernels": system}, device="cpu")
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.args = args
+            self._model = torch.compile(self._model)
+        elif not system.startswith(("eager", "again")):
+            import zerofx  # imported here, so that the peers' processes do not import it
+
+            self._model = zerofx.compile(self._model, {"kernels": system}, device="cpu")
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-3)
 
     def steps(self, count: int) -> tuple[float, float, float]:
         """Return the CPU and wall seconds of a step, and the last loss."""
         wall, cpu = time.perf_counter(), time.process_time()
         for _ in range(count):
-            loss = self.model(*self.args)
+            loss = self._model(*self._args)
             loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
         return cpu / count, wall / count, float(loss.detach())
+
+    def turn(self, count: int) -> tuple[float, float, float]:
+        """Return the same after an untimed step: the caches held another process's memory."""
+        self.steps(1)
+        return self.steps(count)
 
 
 def run(name: str, systems: list[str], turns: int, seconds: float) -> list[dict[str, Any]]:
     """Return a line for each system of one model."""
-    torch.manual_seed(0)
-    plain, args = SMALL[name].build(), SMALL[name].batch()
-    trainees = {s: Trainee(s, copy.deepcopy(plain), args) for s in systems}
-    losses = {s: trainee.steps(1)[2] for s, trainee in trainees.items()}
+    with ExitStack() as stack:
+        groups = {}
+        for system in systems:
+            args, kept = {"system": system, "model": name}, "kept heap" in system
+            groups[system] = stack.enter_context(
+                Group(system, "benchmarks.one_process:Job", args, 1, KEPT if kept else {})
+            )
+            groups[system].ready()
+        return _by_turns(name, groups, turns, seconds)
+
+
+def _by_turns(
+    name: str, groups: dict[str, Group], turns: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Let the processes take turns; return a line for each."""
+    losses = {system: group.call("steps", count=1)[0][2] for system, group in groups.items()}
     expected = losses["eager"]
     if name not in DRAWS and any(
         abs(x - expected) > AGREEMENT * abs(expected) for x in losses.values()
     ):
         raise ValueError(f"{name}: the first losses are {losses}")
-    for trainee in trainees.values():
-        trainee.steps(WARMUP)
-    count = max(round(seconds / trainees["eager"].steps(2)[1]), 1)
-    taken: dict[str, list[tuple[float, float]]] = {s: [] for s in systems}
-    ratios: dict[str, list[float]] = {s: [] for s in systems}
+    for group in groups.values():
+        group.call("steps", count=WARMUP)
+    count = max(round(seconds / groups["eager"].call("steps", count=2)[0][1]), 1)
+    taken: dict[str, list[tuple[float, float]]] = {s: [] for s in groups}
+    ratios: dict[str, list[float]] = {s: [] for s in groups}
 
     def turn_of(system: str) -> float:
-        trainees[system].steps(1)  # the caches held another model
-        taken[system].append(trainees[system].steps(count)[:2])
-        return taken[system][-1][0]
+        cpu, wall, _ = groups[system].call("turn", count=count)[0]
+        taken[system].append((cpu, wall))
+        return float(cpu)
 
-    others = [s for s in systems if s != "eager"]
+    others = [s for s in groups if s != "eager"]
     before = turn_of("eager")
     for turn in range(turns):
         for k in range(len(others)):
@@ -86,7 +109,7 @@ def run(name: str, systems: list[str], turns: int, seconds: float) -> list[dict[
             ratios["eager"].append(after / before)
             before = after
     lines = []
-    for system in systems:
+    for system in groups:
         low, middle, high = statistics.quantiles(ratios[system], n=4)
         lines.append(
             {
@@ -113,7 +136,8 @@ COLUMNS = [
 def main() -> None:
     """Measure what the command line chooses, show it and write it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--systems", default="eager,again,aten", help=", ".join(SYSTEMS))
+    default = "eager,again,eager kept heap,aten"
+    parser.add_argument("--systems", default=default, help=", ".join(SYSTEMS))
     parser.add_argument("--models", default=",".join(SMALL), help=", ".join(SMALL))
     parser.add_argument("--turns", type=int, default=24)
     parser.add_argument("--seconds", type=float, default=0.3, help="of eager steps in a turn")
@@ -125,7 +149,6 @@ def main() -> None:
     systems = options.systems.split(",")
     if "eager" not in systems or len(systems) == 1:
         parser.error(f"--systems {options.systems}: name eager, to which ratios are, and another")
-    torch.set_num_threads(1)
     lines: list[dict[str, Any]] = []
     for name in options.models.split(","):
         lines += run(name, systems, options.turns, options.seconds)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerofx.collector import paused_collector
+from zerofx.process import paused_collector
 
 if TYPE_CHECKING:
     from zerofx import capture as capture

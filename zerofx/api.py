@@ -50,6 +50,7 @@ from zerofx.passes.tiling import choose_tiles, with_tiles
 from zerofx.plan.fields import nearest
 from zerofx.plan.parts import MODEL, Parallel
 from zerofx.plan.plan import Plan, as_plan
+from zerofx.process import keep_heap
 from zerofx.runtime.cuda_graph.recorder import check_recordable
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.store.init import check_copies, check_slices
@@ -123,6 +124,8 @@ def compile(
         world, described, checked = _connect(
             as_plan(plan), device, mesh, _either(hardware, machine), start, marks
         )
+        if world.device.type == "cpu" and checked.offload.path is None:
+            keep_heap()  # memory may be scarce if a part of the model is on a disk
         parallel = checked.parallel
         if not parallel.brings_slices:
             check_wrappers(model)  # DTensors too

@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from benchmarks.structure import PACKAGE
-from zerofx.collector import paused_collector
+from zerofx.process import paused_collector
 
 ROOT = PACKAGE.parent
 

@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks import structure
 from benchmarks.structure import FOLDER_LIMIT, PACKAGE
-from zerofx.collector import paused_collector
+from zerofx.process import paused_collector
 
 ROOT = PACKAGE.parent
 SHORT = 80  # lines, below which a module with a single importer needs a reason

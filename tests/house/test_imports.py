@@ -29,15 +29,15 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "schema": set(),
     "compat": {"errors"},
-    "collector": set(),
     "plan": {"errors", "schema"},
     "hardware": {"errors", "plan"},
     "layout": LEAVES,
-    "policy": {"layout"},
+    "process": set(),
+    "policy": {"layout", "process"},
     "kernels": {"compat"},
     "comm": {"policy"} | LEAVES,
     "nvme": LEAVES,
-    "runtime": {"comm", "nvme", "kernels", "policy", "layout", "collector"} | LEAVES,
+    "runtime": {"comm", "nvme", "kernels", "policy", "layout", "process"} | LEAVES,
     "ir": {"runtime", "hardware"} | LEAVES,
     "analysis.memory": {"ir"},
     "analysis.time": {"analysis.memory", "hardware"},
@@ -287,4 +287,4 @@ def test_the_rules_are_seen() -> None:
     core = {room for room in BELOW if not room.startswith("tools.")}
     core -= {"zerofx", "__main__", "integrations"}
     assert [room for room in core if any(r.startswith("tools.") for r in allowed(room))] == []
-    assert allowed("runtime") == (BARE - {"runtime"}) | {"plan", "collector"}
+    assert allowed("runtime") == (BARE - {"runtime"}) | {"plan", "process"}

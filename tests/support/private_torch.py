@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
-from zerofx.collector import paused_collector
+from zerofx.process import paused_collector
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "zerofx"

@@ -71,7 +71,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does() -> None:
 
 def test_no_single_change_is_left_out_for_more() -> None:
     """Every plan with fewer changes than the nearest one is predicted by itself: none fits."""
-    program = gpt()
+    program = gpt(2)
     least = predicted(program, {"stage": 3, "activations": "recompute", "kernels": "aten"}, world=4)
     small = with_memory(least.peak_bytes + 1)
     view = predicted(program, {"stage": 0, "kernels": "aten"}, small, 4)
@@ -97,7 +97,7 @@ def test_a_device_smaller_than_what_the_framework_takes() -> None:
 
 
 def test_what_the_loop_holds_counts_for_the_nearest_plan() -> None:
-    program, small = gpt(1, 64), with_memory(5 * MIB)
+    program, small = gpt(1, 64), with_memory(4 * MIB)
     given = {"hardware": small, "world_size": 2, "optimizer_bytes": 64}
     out = zerofx.predict(program, WIDE, **given).way_out
     assert isinstance(out, WayOut) and out.nearest is not None

@@ -40,7 +40,6 @@ from zerofx.capture.roles import (
 from zerofx.capture.seeds import guessed, with_seeds
 from zerofx.capture.swap import Meta, StateSwap, annotated
 from zerofx.capture.units import find_units
-from zerofx.collector import paused_collector
 from zerofx.compat.graphs import LazyGraphModule
 from zerofx.compat.strides import TrueStrides
 from zerofx.compat.tracing import Symbols, new_fake_mode, rerun_on_fakes, trace_joint
@@ -53,6 +52,7 @@ from zerofx.ir.sizes import NUMBER, Sizes, Symbol
 from zerofx.layout.placements import Part
 from zerofx.layout.styles import stacks_of, styles_of
 from zerofx.plan.fields import Patterns
+from zerofx.process import paused_collector
 
 MANY_OPERATORS, MANY_OF_A_LINE = 10_000, 1_000  # with both, a loop is unrolled, not layers
 MOST_PROBED = 8  # attribute names; each costs a run on fake tensors

@@ -42,6 +42,7 @@ _POST, _SHORT_POST, _RECEIPT, _FAREWELL = range(4)
 _HELLO = struct.Struct("<QQ16s")  # rank, and the address and the value of a token to read
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _PATIENCE_S = 30.0  # for an answer of a process that is known to be connecting
+_FAREWELL_S = 2.0  # for what is left to send when a connection is closed
 _ONCE = 1 << 30  # bytes that one system call reads; Linux limits it to 2 GiB less a page
 _LONGEST_S = 3600.0  # of one sleep; the kernel counts its milliseconds in 31 bits
 _YAMA = "/proc/sys/kernel/yama/ptrace_scope"
@@ -126,7 +127,7 @@ class _Peer:
         self.ended = ""  # why no further message comes or goes
         self.gave_up = False
         self._number = 0
-        self._unsent: deque[bytes] = deque()
+        self._unsent: deque[tuple[bytes, Transfer | None]] = deque()
         self._sent: dict[int, Transfer] = {}
         self._expected: dict[tuple[int, int], deque[Transfer]] = {}
         self._arrived: dict[tuple[int, int], deque[tuple[int, int, bytes]]] = {}
@@ -137,8 +138,7 @@ class _Peer:
             raise RuntimeError(as_sentence(self.ended))
         if transfer.nbytes <= _SHORT:
             head = _HEADER.pack(_SHORT_POST, channel, tag, 0, 0, transfer.nbytes)
-            self.write(head + ctypes.string_at(transfer.address, transfer.nbytes))
-            transfer.end()
+            self.write(head + ctypes.string_at(transfer.address, transfer.nbytes), transfer)
             return transfer
         self._number += 1
         self._sent[self._number] = transfer
@@ -188,23 +188,34 @@ class _Peer:
         transfer.end()
         self.write(_HEADER.pack(_RECEIPT, 0, 0, number, 0, 0))
 
-    def write(self, message: bytes) -> None:
-        self._unsent.append(message)
+    def write(self, message: bytes, whole: Transfer | None = None) -> None:
+        """Write a message, or keep it until there is room; `whole` is what it sends, if it does."""
+        self._unsent.append((message, whole))
         if len(self._unsent) == 1 and not self.flush():
             _OFFICE.watch(self, writes=True)
 
     def flush(self) -> bool:
         """Write what waits for room in the socket; return whether nothing is left."""
         while self._unsent and not self.ended:
+            message, whole = self._unsent[0]
             try:
-                self.connection.send(self._unsent[0])
-            except BlockingIOError:
+                self.connection.send(message)
+            except BlockingIOError:  # of a socket that blocks: TimeoutError, below
                 return False
             except OSError as error:
-                self.end(f"the connection to process {self.pid} broke: {error.strerror}")
+                self.end(f"the connection to process {self.pid} broke: {error}")
                 break
             self._unsent.popleft()
+            if whole is not None:
+                whole.end()
         return True
+
+    def close(self) -> None:
+        """End the connection, once what was written has left: the other process may need it."""
+        self.connection.settimeout(_FAREWELL_S)
+        self.flush()
+        self.end("the connection was closed")
+        self.connection.close()
 
     def end(self, reason: str) -> None:
         self.ended = self.ended or reason
@@ -303,7 +314,7 @@ class Mail:
         self._owner = os.getpid()
         for peer in peers.values():
             _OFFICE.open(peer)
-        weakref.finalize(self, _close, list(peers.values())).atexit = False
+        weakref.finalize(self, _close, list(peers.values()), self._owner)
 
     def wire(self, channel: int, members: Sequence[int]) -> MemoryWire:
         """Return a wire to some ranks; those of one channel see only each other's messages."""
@@ -317,10 +328,10 @@ class Mail:
             _OFFICE.give_up(peer)
 
 
-def _close(peers: list[_Peer]) -> None:
-    for peer in peers:
-        peer.end("the connection was closed")
-        peer.connection.close()
+def _close(peers: list[_Peer], owner: int) -> None:
+    if os.getpid() == owner:
+        for peer in peers:
+            peer.close()
 
 
 class MemoryWire:

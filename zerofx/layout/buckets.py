@@ -22,7 +22,7 @@ from zerofx.layout.tiles import Range, Tile
 
 # Buffers that only backward uses are freed between steps from this size on, so that they do not add
 # to the peak of forward. Smaller buffers stay: allocating them again costs more than they hold.
-REST_BYTES = 1 << 20
+REST_BYTES = 1 << 16  # a smaller buffer is not worth a call of the allocator
 
 # The formats that a plan's precision may change; doubles, complex numbers and integers keep theirs.
 LOW_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)

@@ -29,9 +29,10 @@ def assign(program: Planned) -> list[int]:
     kept bucket) gets memory of its own, and a gradient that is reduced in place uses the memory of
     p.grad. All graphs share one pool of slots, since calls never overlap.
 
-    Slots of forward are kept between steps. Backward therefore uses them first, and frees each
-    other slot after its last buffer if more compute follows (`free_slot`). Several orders in which
-    buffers choose are tried. The one with the lowest peak of the whole step is used.
+    Large slots of forward are kept between steps (`resting.frees_slot`). Backward therefore uses
+    them first, and frees each other slot after its last buffer if more compute follows
+    (`free_slot`). Several orders in which buffers choose are tried. The one with the lowest peak of
+    the whole step is used.
     """
     buffers = list(_buffers(program))
     slots = _best(program, buffers, _colourings(buffers))
@@ -85,12 +86,17 @@ class _Slot:
         insort(self.held, buffer, key=_start)
         self.is_kept |= buffer.is_kept
 
+    def is_freed(self, program: Planned, number: int) -> bool:
+        """Return whether the slot has no memory between steps."""
+        kept = program.pool.stay | ({number} if self.is_kept else set())
+        return resting.frees_slot(program.layout, number, self.nbytes, kept)
+
     def end(self, program: Planned, number: int) -> fx.Node | None:
         """Return the node after which backward frees the slot, None if it is kept to the end."""
-        kept = program.pool.stay | ({number} if self.is_kept else set())
-        if not resting.frees_slot(program.layout, number, self.nbytes, kept):
-            return None
         end = self.held[-1].end
+        is_in_backward = BACKWARD in program.graphs and end.graph is program.graph(BACKWARD)
+        if not (is_in_backward and self.is_freed(program, number)):
+            return None
         return end if any(info(n).region is not None for n in _nodes_after(end)) else None
 
 
@@ -167,7 +173,7 @@ def _profile(program: Planned, slots: Sequence[_Slot]) -> tuple[tuple[int, int, 
     """Return (bytes, first time, last time) of the memory of each slot, in a fixed order."""
     found = []
     for number, slot in enumerate(slots):
-        is_kept = slot.is_kept or not resting.frees(program.layout, slot.nbytes)
+        is_kept = not slot.is_freed(program, number)
         stop = slot.held[-1].stop if slot.end(program, number) else sys.maxsize
         found.append((slot.nbytes, 0 if is_kept else slot.held[0].start, stop))
     return tuple(sorted(found))

@@ -11,7 +11,6 @@ from enum import Enum
 from zerofx.analysis.memory.memory import memory
 from zerofx.analysis.time.prices import Roofline
 from zerofx.analysis.time.traffic import traffic
-from zerofx.collector import paused_collector
 from zerofx.errors import BudgetError, PlanError, ProgramError, as_sentence
 from zerofx.ir.dump import dump_body, header
 from zerofx.ir.program import JOINT, Entry, Planned, Program, Record, Unproved
@@ -23,6 +22,7 @@ from zerofx.passes.order import Setting, build, distance
 from zerofx.passes.parts import with_styles_of
 from zerofx.plan.fields import nearest
 from zerofx.plan.sizes import format_bytes
+from zerofx.process import paused_collector
 
 # -- Whether a program's host memory fits the plan's `host_budget` ---------------------------------
 

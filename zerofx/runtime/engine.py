@@ -153,18 +153,25 @@ class Engine:
             raise
         if is_last:
             self.store.ledger.note_backward()
+        self.rest_slots()
         if not self.keeps_memory:
-            self.slots.rest(self._frees_slot)
             self.world.rest(self._frees)
             self.gradients.rest(self._frees)
+
+    def rest_slots(self) -> None:
+        """Free the slots that are empty until the next call, except those that are costly to take.
+
+        Call it only after a call of a program.
+        """
+        if not self.keeps_memory:
+            self.slots.rest(self._frees_slot)
 
     def pause(self, grads: list[Tensor]) -> list[Tensor]:
         """Hand the gradients of inputs out of a backward that pauses, and free its slots.
 
         The given list is emptied, since the frame of backward keeps it.
         """
-        if not self.keeps_memory:
-            self.slots.rest(self._frees_slot)
+        self.rest_slots()
         handed = [*grads]
         grads.clear()
         return handed

@@ -137,7 +137,9 @@ class Executable:
             self._check_apart(leaves)
         if not self.contract.is_training:
             with torch.no_grad():
-                return self.run_forward(call)
+                outs = self.run_forward(call)
+            self.engine.rest_slots()
+            return outs
         inputs = [leaves[i] for i in self.contract.input_grads]
         outs = list(_Step.apply(self, call, self._anchor.output, *inputs))
         for position, leaf in self.contract.returned.items():

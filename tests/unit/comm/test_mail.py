@@ -140,7 +140,7 @@ def leaves_early() -> bool:
         wire.send([message(1, SHORT)], 0, 1).wait(LIMIT)
         for peer in wire._peers:
             if peer is not None:
-                mail._close([peer])
+                peer.close()
         return True
     time.sleep(0.3)
     wire.recv([out], 1, 1).wait(LIMIT)

@@ -157,20 +157,22 @@ def everything_rests(changed: pytest.MonkeyPatch) -> None:
 
 def test_what_rests_between_steps(pool: Pool) -> None:
     low = {"precision": {"compute": "bf16", "reduce": "bf16"}}
-    follow(pool, low, everything_rests, "receive buffers", "slices", "gradients", ranks=3)
+    kinds = "receive buffers", "slices", "gradients", "slots"
+    follow(pool, low, everything_rests, *kinds, ranks=3)
 
 
-def all_slots_rest(changed: pytest.MonkeyPatch) -> None:
-    changed.setattr(resting, "frees_slot", lambda layout, slot, nbytes, forward: True)
+def no_block_is_in_the_heap(changed: pytest.MonkeyPatch) -> None:
+    changed.setattr(resting, "IN_HEAP_BYTES", 0)
+    everything_rests(changed)
 
 
-def test_slots_of_forward_stay_those_of_reloads_too() -> None:
+def test_large_slots_of_forward_stay_those_of_reloads_too() -> None:
     """One rank gathers nothing: it reloads into slots."""
     offload = {"offload": {"optimizer": "cpu", "parameters": "cpu"}}
     expected, real = held(offload, everything_rests)
-    assert expected == real and real["slots"] > 0
-    expected, real = held(offload, all_slots_rest)
     assert expected == real and real["slots"] == 0
+    expected, real = held(offload, no_block_is_in_the_heap)
+    assert expected == real and real["slots"] > 0
 
 
 # -- reductions -----------------------------------------------------------------------------------

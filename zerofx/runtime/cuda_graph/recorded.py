@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from zerofx.collector import paused_collector
 from zerofx.compat.tensors import storage_identity
 from zerofx.errors import CaptureError, ZerofxError, as_sentence
+from zerofx.process import paused_collector
 from zerofx.runtime.cuda_graph.recorder import Recorder
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.step import Contract

@@ -26,7 +26,6 @@ from typing import Any, TextIO
 import torch
 from torch import fx
 
-from zerofx.collector import paused_collector
 from zerofx.comm.meeting import from_environment, timeout_s
 from zerofx.compat.direct import replace_file
 from zerofx.compat.graphs import OpNamespace
@@ -44,6 +43,7 @@ from zerofx.compat.inductor import (
 from zerofx.compat.operators import out_of_place
 from zerofx.compat.tracing import SIZE_FUNCTIONS
 from zerofx.errors import ProgramError
+from zerofx.process import paused_collector
 from zerofx.runtime.regions.foreman import BUSY, CACHED, COMPILED
 from zerofx.runtime.regions.keys import (
     artifact_path,

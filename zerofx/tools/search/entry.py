@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from zerofx.api import PlanLike
-from zerofx.collector import rare_collections
 from zerofx.errors import PlanError, as_sentence
 from zerofx.hardware import Hardware, load_hardware
 from zerofx.plan.fields import whole
 from zerofx.plan.plan import Plan, as_plan
+from zerofx.process import rare_collections
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
 from zerofx.tools.search.family import Family, ModelFamily, Says, silent
