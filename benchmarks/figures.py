@@ -22,15 +22,12 @@ from benchmarks.report import RESULTS
 ROOT = RESULTS.parents[1]
 README, MEASURED = "README.md", "docs/measured.md"
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
-STEP_TIME = {  # the file of each size: those that take long were measured by themselves
-    "4x32": "step_time-20261129-042342", "4x128": "step_time-20261129-042342",
-    "8x384": "step_time-20261129-050007", "4x1024": "step_time-20261121-025559",
-}  # fmt: skip
-MEMORY, BUDGET = "memory-20261129-045802", "budget-20261122-063132"
+STEP_TIME = dict.fromkeys(("4x32", "4x128", "8x384", "4x1024"), "step_time-20261129-182018")
+MEMORY, BUDGET = "memory-20261129-191119", "budget-20261122-063132"
 OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261129-051014"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
 PARALLEL, DEEPSPEED = "parallel-20261129-145926", "parallel-20261129-040827"
-ONE_PROCESS = "one_process-20261128-214417"
+ONE_PROCESS = "one_process-20261129-171611"
 BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
 
 OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them

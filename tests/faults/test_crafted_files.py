@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import pickle
 import signal
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import fuzz
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 
 import zerofx
 from zerofx import schema
@@ -148,6 +150,29 @@ def test_values_of_another_form(matrix: fuzz.Matrix) -> None:
 def entry(begin: int, end: int, **changes: Any) -> dict[str, Any]:
     made = {"dtype": "F32", "shape": [(end - begin) // 4], "data_offsets": [begin, end]}
     return {**made, **changes}
+
+
+class PickledByOlderPython(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.2 does."""
+
+    def reducer_override(self, given: Any) -> Any:
+        return (getattr, (type(given), given.name)) if isinstance(given, Enum) else NotImplemented
+
+
+def test_an_index_of_an_older_python() -> None:
+    file = io.BytesIO()
+    properties = TensorProperties(dtype=torch.bfloat16)
+    PickledByOlderPython(file).dump(properties)
+    assert b"getattr" in file.getvalue()
+    assert dcp.IndexUnpickler(io.BytesIO(file.getvalue())).load() == properties
+    asked = pickle.dumps(Sly())
+    with pytest.raises(pickle.UnpicklingError, match="asks for the attribute '__init__'"):
+        dcp.IndexUnpickler(io.BytesIO(asked)).load()
+
+
+class Sly:
+    def __reduce__(self) -> Any:
+        return getattr, (TensorProperties, "__init__")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zerofx.comm.mail import Transfer
 from zerofx.errors import DesyncError
 from zerofx.policy import exchange
 from zerofx.policy.borrowing import Scratch
@@ -174,7 +175,14 @@ class GroupWork(Work):
         if self not in lane.in_flight:
             return
         del lane.in_flight[self]
-        lane.watch.wait(self._handles, self._number, self._label)
+        try:
+            lane.watch.wait(self._handles, self._number, self._label)
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C: what still arrives must not be written into later
+            if all(isinstance(handle, Transfer) for handle in self._handles):
+                lane.in_flight[self] = None
+            raise
         if self._finish is not None:
             self._finish()
 

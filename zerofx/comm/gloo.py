@@ -239,6 +239,10 @@ class GlooAxis(Axis):
                     handles.append(wire.send([leaving], peer, _tag(leaving)))
         except RuntimeError as error:  # the connection is already closed
             raise self._lane.watch.explain(0, label, error) from error
+        except BaseException as error:  # Ctrl-C: a part of it has been launched, which is not known
+            if isinstance(wire, MemoryWire):
+                wire.cut(error)
+            raise
         return handles
 
     def break_off(self) -> None:

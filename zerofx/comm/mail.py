@@ -23,10 +23,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ VARIABLE = "ZEROFX_TRANSPORT"
 
 _SHORT = 16 << 10  # bytes of a message that is sent with its post
 _HEADER = struct.Struct("<BBIQQQ")  # kind, channel, tag, number, address, bytes
-_POST, _SHORT_POST, _RECEIPT, _FAREWELL = range(4)
+_POST, _RECEIPT, _FAREWELL = range(3)
 _HELLO = struct.Struct("<QQ16s")  # rank, and the address and the value of a token to read
 _CREDENTIALS = struct.Struct("3i")  # of SO_PEERCRED: process, user, group
 _PATIENCE_S = 30.0  # for an answer of a process that is known to be connecting
@@ -117,6 +117,15 @@ class Transfer:
         return True
 
 
+class _Post(NamedTuple):
+    """A message that the other process has posted; `content` is a short one itself."""
+
+    number: int
+    address: int
+    nbytes: int
+    content: bytes
+
+
 class _Peer:
     """The other process of a connection: what was posted on both sides and is not yet done."""
 
@@ -130,20 +139,19 @@ class _Peer:
         self._unsent: deque[tuple[bytes, Transfer | None]] = deque()
         self._sent: dict[int, Transfer] = {}
         self._expected: dict[tuple[int, int], deque[Transfer]] = {}
-        self._arrived: dict[tuple[int, int], deque[tuple[int, int, bytes]]] = {}
+        self._arrived: dict[tuple[int, int], deque[_Post]] = {}
 
     def send(self, tensor: Tensor, channel: int, tag: int) -> Transfer:
         transfer = Transfer(self, tensor)
         if self.ended:
             raise RuntimeError(as_sentence(self.ended))
-        if transfer.nbytes <= _SHORT:
-            head = _HEADER.pack(_SHORT_POST, channel, tag, 0, 0, transfer.nbytes)
-            self.write(head + ctypes.string_at(transfer.address, transfer.nbytes), transfer)
-            return transfer
         self._number += 1
         self._sent[self._number] = transfer
         place = transfer.address, transfer.nbytes
-        self.write(_HEADER.pack(_POST, channel, tag, self._number, *place))
+        post = _HEADER.pack(_POST, channel, tag, self._number, *place)
+        if transfer.nbytes <= _SHORT:
+            post += ctypes.string_at(*place)
+        self.write(post)
         return transfer
 
     def receive(self, tensor: Tensor, channel: int, tag: int) -> Transfer:
@@ -152,14 +160,14 @@ class _Peer:
         if self.gave_up or (self.ended and not arrived):
             raise RuntimeError(as_sentence(self.ended))
         if arrived:
-            self._take(transfer, *arrived.popleft())
+            self._take(transfer, arrived.popleft())
         else:
             self._expected.setdefault((channel, tag), deque()).append(transfer)
         return transfer
 
     def handle(self, message: bytes) -> None:
         """React to a post or a receipt of the other process."""
-        kind, channel, tag, number, address, _ = _HEADER.unpack_from(message)
+        kind, channel, tag, number, address, nbytes = _HEADER.unpack_from(message)
         if kind == _RECEIPT:
             self._sent.pop(number).end()
             return
@@ -167,53 +175,73 @@ class _Peer:
             self.gave_up = True
             self.end(f"process {self.pid} gave up")
             return
-        post = number, address, message[_HEADER.size :]
+        post = _Post(number, address, nbytes, message[_HEADER.size :])
         expected = self._expected.get((channel, tag))
         if expected:
-            self._take(expected.popleft(), *post)
+            self._take(expected.popleft(), post)
         else:
             self._arrived.setdefault((channel, tag), deque()).append(post)
 
-    def _take(self, transfer: Transfer, number: int, address: int, short: bytes) -> None:
-        """Copy a message to its place, and tell the sender that its memory may change."""
-        if not number:
-            ctypes.memmove(transfer.address, short, transfer.nbytes)
-            transfer.end()
-            return
-        try:
-            read_memory(self.pid, address, transfer.address, transfer.nbytes)
-        except OSError as error:
-            self.end(f"the memory of process {self.pid} could not be read: {error}")
-            return
-        transfer.end()
-        self.write(_HEADER.pack(_RECEIPT, 0, 0, number, 0, 0))
+    def _take(self, transfer: Transfer, post: _Post) -> None:
+        """Copy a message to its place, and tell the sender that its memory may change.
 
-    def write(self, message: bytes, whole: Transfer | None = None) -> None:
-        """Write a message, or keep it until there is room; `whole` is what it sends, if it does."""
-        self._unsent.append((message, whole))
+        The message has arrived once the receipt has left, since a rank whose messages have all
+        arrived may do something else than to serve its sockets.
+        """
+        if post.nbytes != transfer.nbytes:  # tags of messages over 1 GiB may be equal by chance
+            self.end(f"process {self.pid} sent {post.nbytes} bytes for {transfer.nbytes}")
+            return
+        if post.content:
+            ctypes.memmove(transfer.address, post.content, transfer.nbytes)
+        else:
+            try:
+                read_memory(self.pid, post.address, transfer.address, transfer.nbytes)
+            except OSError as error:
+                self.end(f"the memory of process {self.pid} could not be read: {error}")
+                return
+        self.write(_HEADER.pack(_RECEIPT, 0, 0, post.number, 0, 0), transfer)
+
+    def write(self, message: bytes, ended: Transfer | None = None) -> None:
+        """Write a message, or keep it until there is room; it ends a transfer once it is gone."""
+        self._unsent.append((message, ended))
         if len(self._unsent) == 1 and not self.flush():
             _OFFICE.watch(self, writes=True)
 
     def flush(self) -> bool:
         """Write what waits for room in the socket; return whether nothing is left."""
         while self._unsent and not self.ended:
-            message, whole = self._unsent[0]
+            message, ended = self._unsent[0]
             try:
                 self.connection.send(message)
-            except BlockingIOError:  # of a socket that blocks: TimeoutError, below
+            except BlockingIOError:
                 return False
+            except (BrokenPipeError, ConnectionResetError):  # what it sent before can still be read
+                self._unsent.clear()
+                return True
             except OSError as error:
                 self.end(f"the connection to process {self.pid} broke: {error}")
-                break
+                return True
             self._unsent.popleft()
-            if whole is not None:
-                whole.end()
+            if ended is not None:
+                ended.end()
         return True
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """End the connection if an exception, such as Ctrl-C, leaves a message half done."""
+        try:
+            yield
+        except RuntimeError:  # of `send` and `receive`: nothing was begun
+            raise
+        except BaseException as error:
+            self.end(f"{type(error).__name__} interrupted a message of process {self.pid}")
+            raise
 
     def close(self) -> None:
         """End the connection, once what was written has left: the other process may need it."""
-        self.connection.settimeout(_FAREWELL_S)
-        self.flush()
+        with suppress(OSError):  # it is closed already
+            self.connection.settimeout(_FAREWELL_S)
+            self.flush()
         self.end("the connection was closed")
         self.connection.close()
 
@@ -226,10 +254,20 @@ class _Office:
     """All connections of this process: whoever waits for one message serves every other too."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
         self._peers: dict[int, _Peer] = {}
-        self._poll: Any = None
         self._page = bytearray(_HEADER.size + _SHORT)
+        self.renew()
+
+    def renew(self) -> None:
+        """Begin with no connection. A forked child does: the parent's sockets are not its own."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._is_served = False  # a thread waits for sockets; the others wait for that thread
+        self._poll: Any = None
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.ended = "this process was forked from a rank"
+            peer.connection.close()
 
     def open(self, peer: _Peer) -> None:
         with self._lock:
@@ -253,24 +291,39 @@ class _Office:
                 self._poll.unregister(peer.fileno)
 
     def send(self, peer: _Peer, tensor: Tensor, channel: int, tag: int) -> Transfer:
-        with self._lock:
+        with self._lock, peer.whole():
             return peer.send(tensor, channel, tag)
 
     def receive(self, peer: _Peer, tensor: Tensor, channel: int, tag: int) -> Transfer:
         with self._lock:
-            while self._serve(0):
+            while not self._is_served and self._serve(0):
                 pass
-            return peer.receive(tensor, channel, tag)
+            with peer.whole():
+                return peer.receive(tensor, channel, tag)
 
     def wait(self, transfer: Transfer, limit_s: float) -> None:
         until = time.monotonic() + limit_s
-        while not transfer.is_done:
-            if transfer.peer.ended:
-                raise RuntimeError(as_sentence(transfer.peer.ended))
-            left = until - time.monotonic()
-            if left <= 0:
-                raise RuntimeError(f"process {transfer.peer.pid} took over {limit_s:g} seconds.")
-            self._serve(min(left, _LONGEST_S))
+        while True:
+            with self._changed:
+                while not transfer.is_done:
+                    if transfer.peer.ended:
+                        raise RuntimeError(as_sentence(transfer.peer.ended))
+                    left = until - time.monotonic()
+                    if left <= 0:
+                        pid = transfer.peer.pid
+                        raise RuntimeError(f"process {pid} took over {limit_s:g} seconds.")
+                    if not self._is_served:
+                        break
+                    self._changed.wait(left)
+                if transfer.is_done:
+                    return
+                self._is_served = True
+            try:
+                self._serve(min(left, _LONGEST_S))
+            finally:
+                with self._changed:
+                    self._is_served = False
+                    self._changed.notify_all()
 
     def _serve(self, limit_s: float) -> bool:
         """Handle one message of each process that has written; wait up to a limit for the first.
@@ -281,21 +334,22 @@ class _Office:
         for fileno, events in found:
             with self._lock:
                 peer = self._peers.get(fileno)
-                if peer is None:  # another thread has ended it
+                if peer is None:  # it has ended meanwhile
                     continue
-                if events & select.EPOLLOUT and peer.flush():
-                    self.watch(peer, writes=False)
-                if events & ~select.EPOLLOUT:
-                    self._read(peer)
+                with peer.whole():
+                    if events & select.EPOLLOUT and peer.flush():
+                        self.watch(peer, writes=False)
+                    if events & ~select.EPOLLOUT:
+                        self._read(peer)
         return bool(found)
 
     def _read(self, peer: _Peer) -> None:
         try:
             length = peer.connection.recv_into(self._page)
-        except BlockingIOError:  # another thread has read it
+        except (BlockingIOError, ConnectionResetError):  # after the latter, what was sent follows
             return
         except OSError as error:
-            peer.end(f"the connection to process {peer.pid} broke: {error.strerror}")
+            peer.end(f"the connection to process {peer.pid} broke: {error}")
             return
         if length:
             peer.handle(bytes(self._page[:length]))
@@ -304,6 +358,8 @@ class _Office:
 
 
 _OFFICE = _Office()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_OFFICE.renew)
 
 
 class Mail:
@@ -347,6 +403,12 @@ class MemoryWire:
         assert to is not None, "a rank sends nothing to itself"
         return _OFFICE.send(to, tensors[0], self._channel, tag)
 
+    def cut(self, error: BaseException) -> None:
+        """End the connections, because an exception has left a collective half launched."""
+        for peer in self._peers:
+            if peer is not None:
+                peer.end(f"{type(error).__name__} interrupted a launch")
+
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         source = self._peers[peer]
         assert source is not None, "a rank receives nothing from itself"
@@ -367,40 +429,55 @@ def connect(meeting: Meeting) -> tuple[Mail | None, str]:
     if meeting.elsewhere:
         return None, "the ranks are on several hosts"
     name, why = f"zerofx-{secrets.token_hex(16)}", ""
-    if transport == "gloo":
-        why = f"{VARIABLE} is 'gloo' on a rank"
-    elif _READ is None:
-        why = "the system cannot read the memory of other processes"
+    connected: dict[int, socket.socket] = {}
     with ExitStack() as stack:
-        listens = stack.enter_context(_listener(name, meeting.size))
-        shared = meeting.share("mail", json.dumps([os.getpid(), name, why]))
-        places = [json.loads(text) for text in shared]
+        if transport == "gloo":
+            why = f"{VARIABLE} is 'gloo' on a rank"
+        elif _READ is None:
+            why = "the system cannot read the memory of other processes"
+        else:
+            try:
+                listens = stack.enter_context(_listener(name, meeting.size))
+            except OSError as error:  # a sandbox, or no descriptor is left
+                why = f"rank {meeting.rank} cannot listen: {as_sentence(error)}"
+        places = [
+            json.loads(text) for text in meeting.share("mail", json.dumps([os.getpid(), name, why]))
+        ]
+        steps = (
+            ("cannot connect to an earlier rank", lambda: _call(connected, places[: meeting.rank])),
+            ("cannot read another's memory", lambda: _greet(connected, listens, meeting, places)),
+        )
         why = next((said for _, _, said in places if said), "")
-        if why:
-            return None, why
-        connected: dict[int, socket.socket] = {}
-        try:
-            for rank, (pid, other, _) in enumerate(places[: meeting.rank]):
-                connected[rank] = stack.enter_context(_socket())
-                connected[rank].connect("\0" + other)
-                _check_process(connected[rank], pid)
-        except OSError as error:  # their networks are separate, for example
-            why = f"rank {meeting.rank} cannot connect to rank {rank}: {as_sentence(error)}"
-        why = next(filter(None, meeting.share("mail connected", why)), "")
-        if why:
-            return None, why
-        try:
-            _allow_readers()
-            _greet(connected, listens, meeting.rank, [pid for pid, _, _ in places])
-            peers = {rank: _Peer(rank, places[rank][0], c) for rank, c in connected.items()}
-        except OSError as error:
-            why = f"rank {meeting.rank} cannot read another rank's memory: {as_sentence(error)}"
-        why = next(filter(None, meeting.share("mail tried", why)), "")
-        if why:
-            return None, why
-        stack.pop_all()
-    listens.close()
-    return Mail(peers), ""
+        for what, step in steps:
+            if why:
+                break
+            try:
+                step()
+            except (OSError, struct.error, LookupError) as error:
+                why = f"rank {meeting.rank} {what}: {as_sentence(error)}"
+                _hang_up(connected)  # the other ranks notice at once
+            why = next(filter(None, meeting.share(f"mail: {what}", why)), "")
+    if why:
+        _hang_up(connected)
+        return None, why
+    return Mail({rank: _Peer(rank, places[rank][0], c) for rank, c in connected.items()}), ""
+
+
+def _hang_up(connected: dict[int, socket.socket]) -> None:
+    for connection in connected.values():
+        connection.close()
+
+
+def _call(connected: dict[int, socket.socket], places: list[tuple[int, str, str]]) -> None:
+    """Connect to the earlier ranks, which listen already.
+
+    Raises:
+        OSError: one cannot be reached, for example in another network namespace.
+    """
+    for rank, (pid, name, _) in enumerate(places):
+        connected[rank] = _socket()
+        connected[rank].connect("\0" + name)
+        _check_process(connected[rank], pid)
 
 
 def _socket() -> socket.socket:
@@ -438,13 +515,19 @@ def _allow_readers() -> None:
 
 
 def _greet(
-    connected: dict[int, socket.socket], listens: socket.socket, rank: int, pids: list[int]
+    connected: dict[int, socket.socket],
+    listens: socket.socket,
+    meeting: Meeting,
+    places: list[tuple[int, str, str]],
 ) -> None:
     """Accept the connections of later ranks; then read a token in the memory of every other rank.
 
     Raises:
         OSError: one cannot be read, or another process connected.
+        struct.error, LookupError: a greeting is none, because a rank has given up.
     """
+    _allow_readers()
+    rank, pids = meeting.rank, [pid for pid, _, _ in places]
     token = secrets.token_bytes(16)
     place = ctypes.create_string_buffer(token, 16)
     hello = _HELLO.pack(rank, ctypes.addressof(place), token)
@@ -470,4 +553,5 @@ def _greet(
     for connection in connected.values():  # the token's place is needed until all have read it
         connection.send(hello)
     for connection in connected.values():
-        connection.recv(_HELLO.size)
+        if not connection.recv(_HELLO.size):
+            raise OSError("another rank could not.")

@@ -17,6 +17,7 @@ import os
 import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from enum import Enum, EnumMeta
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -212,9 +213,18 @@ class IndexUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or f"{module}.{name}" in INDEX_PARTS:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if self._stand_in is not None:
             return self._stand_in(f"{module}.{name}")
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Return a member of an enumeration: some Pythons, such as 3.11.2, write `getattr` for it."""
+    if isinstance(kind, EnumMeta) and name in kind.__members__:
+        return kind.__members__[name]
+    raise pickle.UnpicklingError(f"it asks for the attribute {name!r} of {kind}")
 
 
 class _HeldFileSystem(FileSystem):
