@@ -54,7 +54,7 @@ def keep_heap() -> bool:
 
     A step allocates what the step before has freed. glibc gives memory above the last block in use
     back to the system after each step, and the next one faults it in again page by page, zeroed: up
-    to a third of the time of small models. So it is told to keep its heap, like a GPU's allocator.
+    to a quarter of a small model's time. So it is told to keep its heap, like a GPU's allocator.
 
     Settings of the environment (`MALLOC_TRIM_THRESHOLD_` and others, or `GLIBC_TUNABLES`) win, and
     other C libraries are left alone. An allocator that was loaded in glibc's place ignores this.
