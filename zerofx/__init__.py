@@ -77,7 +77,7 @@ _HOME = {
 __all__ = sorted([*_HOME, "capture", "nvme", "optim"])
 
 
-@paused_collector()  # the imports take half a second, a third of it in the garbage collector
+@paused_collector(are_old=True)  # of the imports' time, a third was spent in the collector
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
         return importlib.import_module("zerofx.capture")

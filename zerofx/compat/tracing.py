@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -93,7 +94,7 @@ def new_fake_mode() -> TrueStrides:
     """Return a fake mode with static shapes that accepts the model's own constants."""
     if len(FakeTensorMode.cache) > FAKE_CALLS:  # torch's own per-process cache, which never shrinks
         FakeTensorMode.cache_clear()
-    return TrueStrides(KnownValues(), shape_env=None, allow_non_fake_inputs=True)
+    return TrueStrides(KnownValues(is_static=True), shape_env=None, allow_non_fake_inputs=True)
 
 
 # -- Values that a trace knows: computed from constants only, and only if forward needs them ------
@@ -115,6 +116,31 @@ _UNSET = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_permu
 # Comparisons of a number in [0, 1) with another number, and the bounds (low, high) that decide
 # them.
 _BELOW = {aten.lt: True, aten.le: True, aten.gt: False, aten.ge: False}
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What recording values needs to know about an operator.
+
+    reads: it needs values, not only forms.
+    writes: it changes an argument.
+    is_noted: it makes tensors, which can be computed again from its arguments.
+    """
+
+    reads: bool
+    writes: bool
+    is_noted: bool
+
+
+@cache
+def _facts_of(func: Any) -> _Facts:
+    is_random = torch.Tag.nondeterministic_seeded in func.tags and func is not aten.rand.default
+    makes_tensors = any("Tensor" in str(result.type) for result in func._schema.returns)
+    return _Facts(
+        reads=any(tag in func.tags for tag in _READING),
+        writes=func._schema.is_mutable,
+        is_noted=makes_tensors and func not in _UNSET and not is_random,
+    )
 
 
 class _Unknown(Exception):
@@ -145,11 +171,13 @@ class KnownValues:
     tensor was made is recorded. It is computed for real if its values decide how the trace
     continues (`.item()`, `if`, `nonzero`, a mask as an index).
 
+    is_static: no size varies.
     read: the tensors passed to `hold` whose values the trace has used, by id.
     holds: whether these values may be used.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_static: bool = False) -> None:
+        self.is_static = is_static
         self.read: dict[int, Tensor] = {}
         self.holds = True
         self._written: set[StorageWeakRef | None] = set()
@@ -182,7 +210,7 @@ class KnownValues:
         self, mode: FakeTensorMode, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Any] | None:
         """Return the result of a call that needs values; None if they vary or none are needed."""
-        if not any(tag in func.tags for tag in _READING):
+        if not _facts_of(func).reads:
             return None
         try:
             with mode:
@@ -194,20 +222,22 @@ class KnownValues:
 
     def note(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], made: Any) -> None:
         """Record how the results of a call were made, if all of its arguments may be known."""
-        given = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
-        if func._schema.is_mutable:
+        facts = _facts_of(func)
+        if not (facts.is_noted or facts.writes):
+            return
+        given = _tensors(args, kwargs)
+        if facts.writes:
             self._written.update(map(memory_of, given))
             return
         if func in _FILLS and isinstance(made, FakeTensor):
-            if not _has_symbols(made):
+            if self.is_static or not _has_symbols(made):
                 form = {"dtype": made.dtype, "device": made.device}
                 call = made.shape, made.stride(), _FILLS[func](args)
                 made.__dict__[_NOTE] = _Origin(_filled, call, form)
             return
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if func in _UNSET or (is_random and func is not aten.rand.default):
+        if any(_is_foreign(t) for t in given):
             return
-        if _has_symbols((args, kwargs)) or any(_is_foreign(t) for t in given):
+        if not self.is_static and _has_symbols((args, kwargs)):
             return
         results = made if isinstance(made, (tuple, list)) else [made]
         for which, each in enumerate(results):
@@ -269,7 +299,7 @@ class KnownValues:
         Raises:
             _Unknown: the values vary from call to call.
         """
-        if _has_symbols((args, kwargs)):
+        if not self.is_static and _has_symbols((args, kwargs)):
             raise _Unknown
         if func is aten._local_scalar_dense.default and (drawn := self._drawn(args[0])) is not None:
             return drawn
@@ -338,6 +368,17 @@ def memory_of(tensor: Tensor) -> StorageWeakRef | None:
 def _like(real: Tensor) -> Tensor:
     """Create a fake tensor with the form of a tensor."""
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """List the tensors of an operator's arguments, also those in lists."""
+    found = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += [each for each in value if isinstance(each, Tensor)]
+    return found
 
 
 def _is_foreign(tensor: Tensor) -> bool:

@@ -68,6 +68,7 @@ from zerofx.passes.placement import capture_options
 from zerofx.plan.fields import Patterns
 from zerofx.plan.rules import lets_sizes_vary, starts_on_aten
 from zerofx.policy import reduction
+from zerofx.process import paused_collector
 from zerofx.runtime.cuda_graph.recorded import Recorded, Room
 from zerofx.runtime.cuda_graph.recorder import CudaRecorder, Recorder
 from zerofx.runtime.engine import Engine
@@ -532,6 +533,7 @@ class ProgramTable:
             program.loop = loop_of(program, loop)
         return True
 
+    @paused_collector()
     def compile(
         self,
         key: Key,
