@@ -5,7 +5,9 @@
 
 Every system has its own processes (gloo, one thread each), which sleep while another runs its
 round. A ratio is taken within a round, to FSDP2 in the same round (in the same precision); the
-table shows medians over rounds. Before a system counts, its losses are compared with FSDP2's, step
+table shows medians over rounds. On one host zerofx's ranks copy from each other's memory, and their
+heap is kept: "zerofx-3-gloo" sends over gloo as the peers do, and "-heap" is a peer whose heap is
+kept too. Before a system counts, its losses are compared with FSDP2's, step
 by step.
 """
 
@@ -31,7 +33,7 @@ BYTES_PER_PARAM = 24  # weights, gradients, two states, gathered copies: a bound
 NUM_BATCHES = 16  # created before the clock starts, then used in turn
 WARMUP_STEPS = 2
 QUICK_ROUNDS, QUICK_PART = 3, 3
-DEFAULT = ["zerofx-3", "zerofx-0", "ddp", "nocomm", "fsdp2-heap"]
+DEFAULT = ["zerofx-3", "zerofx-0", "ddp", "nocomm", "zerofx-3-gloo", "fsdp2-heap", "ddp-heap"]
 # targets for stage 3, as a fraction of FSDP2's step time
 TARGETS = {
     "zerofx-3": {"4x32": 0.20, "4x128": 0.57, "8x384": 0.72, "4x1024": 0.50},

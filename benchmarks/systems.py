@@ -22,12 +22,8 @@ from zerofx.tools.demo.gpt import GPT, GPTConfig
 BASELINE = "fsdp2"
 SEED = 0
 LR = 1e-4  # small, so that rounding cannot make equal trainings diverge in a long run
-# Makes glibc keep its heap: freed blocks are reused instead of unmapped and faulted in again.
-KEEP_HEAP = {
-    "MALLOC_TOP_PAD_": str(2**30),
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-    "MALLOC_MMAP_THRESHOLD_": str(2**34),
-}
+# Tells glibc what zerofx tells it (zerofx/process.py): blocks up to 32 MiB come from a kept heap.
+KEEP_HEAP = {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
 
 
 def fused_adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -143,6 +139,8 @@ SYSTEMS: dict[str, System] = {
     "zerofx-3-bf16-recompute": _in_bf16(
         compiled(3, activations="recompute", precision="bf16"), "fsdp2-bf16-recompute"
     ),
+    "zerofx-3-gloo": System(compiled(3), {"ZEROFX_TRANSPORT": "gloo"}),
+    "zerofx-0-gloo": System(compiled(0), {"ZEROFX_TRANSPORT": "gloo"}),
     "zerofx-3-flat": System(compiled(3), optimizer=flat_adamw),
     "zerofx-3-host-states": _offloaded({"optimizer": "cpu"}),
     "zerofx-3-host": _offloaded({"optimizer": "cpu", "parameters": "cpu"}),

@@ -22,7 +22,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.runtime.regions import background, foreman
+from zerofx.runtime.regions import background, contest, foreman
 from zerofx.runtime.regions.swap import Swap
 
 CPU: dict[str, Any] = {"device": "cpu"}
@@ -99,6 +99,12 @@ def assert_equal(found: list[Any], wanted: list[Any], is_exact: bool) -> None:
         compare(loss, wanted_loss, **exact)
         for name, grad in wanted_grads.items():
             compare(grads[name].view(grad.shape), grad, **exact, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(autouse=True)
+def _whole_swaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All regions run compiled after a swap; tests of the contest set another number of rounds."""
+    monkeypatch.setattr(contest, "ROUNDS", 0)
 
 
 @pytest.fixture(scope="module")
@@ -276,7 +282,7 @@ def test_plans_that_need_compiled_regions_first_wait() -> None:
 # -- several ranks --------------------------------------------------------------------------------
 def swap_together(plan: dict[str, Any], steps: int) -> tuple[list[Any], list[tuple[str, int]]]:
     """Train where the regions of rank 1 are there two calls after rank 0's."""
-    rank = int(os.environ["RANK"])
+    rank, contest.ROUNDS = int(os.environ["RANK"]), 0
     with compiled_at(2 + 2 * rank):
         model = zerofx.compile(net(), {"kernels": "auto", "buffers": "rank0"} | plan, **CPU)
         return trained(model, steps, rank), forms(model)
@@ -353,6 +359,63 @@ def test_ranks_in_an_island_swap_at_the_end_of_one_forward(pool: Pool) -> None:
         for grads in steps:
             for name, grad in gradients(plain).items():
                 torch.testing.assert_close(grads[name], grad / 2, rtol=2e-4, atol=2e-6)
+
+
+# -- the contest ----------------------------------------------------------------------------------
+def contested(folder: str, takes: dict[int, str], steps: int = 24) -> tuple[Any, ...]:
+    """Train with an own record of choices; `takes` says which form wins on which rank."""
+    rank = int(os.environ.get("RANK", "0"))
+    os.environ["ZEROFX_CACHE_DIR"], before = folder, os.environ.get("ZEROFX_CACHE_DIR")
+    contest.ROUNDS, real = 2, contest.Both.prefers_aten
+    prefers = property(lambda both: both.is_over and takes[rank] == "aten")
+    contest.Both.prefers_aten = prefers  # type: ignore[method-assign]
+    try:
+        zerofx.compile(net(), {"kernels": "inductor"}, **CPU)(batch(0)).backward()
+        with compiled_at(2 + rank):
+            model = zerofx.compile(net(), {"kernels": "auto", "buffers": "rank0"}, **CPU)
+            found = trained(model, steps, rank)
+        return found, model.zerofx.kernels
+    finally:
+        contest.Both.prefers_aten = real  # type: ignore[method-assign]
+        contest.ROUNDS = 6
+        os.environ.pop("ZEROFX_CACHE_DIR")
+        if before is not None:
+            os.environ["ZEROFX_CACHE_DIR"] = before
+
+
+@pytest.mark.parametrize("winner", ["aten", "compiled"])
+def test_the_faster_form_stays_and_is_remembered(tmp_path: Path, winner: str) -> None:
+    found, (running,) = contested(str(tmp_path), {0: winner})
+    assert running.form == "inductor"
+    assert running.since == 2
+    assert running.state == ""
+    assert bool(running.on_aten) == (winner == "aten")
+    assert ("but ATen where that is faster" in str(running)) == (winner == "aten")
+    assert_equal(found, trained(net(), 24), is_exact=False)
+    other = {"aten": "compiled", "compiled": "aten"}[winner]
+    again, (running,) = contested(str(tmp_path), {0: other})  # nothing is measured again
+    assert bool(running.on_aten) == (winner == "aten")
+    if winner == "aten":
+        aten = zerofx.compile(net(), {"kernels": "aten"}, **CPU)
+        assert_equal(again, trained(aten, 24), is_exact=True)
+
+
+def test_ranks_run_the_same_forms(pool: Pool, tmp_path: Path) -> None:
+    """A region stays on ATen if it is the faster form on every rank."""
+    for takes, is_aten in (({0: "aten", 1: "compiled"}, False), ({0: "aten", 1: "aten"}, True)):
+        folder = tmp_path / str(is_aten)
+        folder.mkdir()
+        found = pool.run(2, contested, str(folder), takes, timeout_s=200.0)
+        wanted = of_one_process(2, 24)
+        for rank, (steps, (running,)) in enumerate(found):
+            assert running.since == 3
+            assert running.state == ""
+            assert bool(running.on_aten) == is_aten
+            for (loss, grads), (losses, means) in zip(steps, wanted, strict=True):
+                torch.testing.assert_close(loss, losses[rank], rtol=2e-4, atol=2e-5)
+                for name, mean in means.items():
+                    torch.testing.assert_close(grads[name], mean, rtol=2e-4, atol=2e-5)
+        assert found[0][1] == found[1][1]
 
 
 class Deep(nn.Module):
@@ -512,7 +575,7 @@ def train_cold(folder: str) -> tuple[list[Any], list[tuple[str, int]], int]:
     from zerofx.runtime.regions.cache import CompileCount
 
     os.environ["ZEROFX_CACHE_DIR"] = folder
-    background.NICENESS = 0
+    background.NICENESS = contest.ROUNDS = 0
     rank, found, before = int(os.environ["RANK"]), [], CompileCount.compiled
     model = zerofx.compile(net(), {"kernels": "auto"}, **CPU)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
