@@ -24,6 +24,7 @@ import typer  # noqa: E402
 import zerofx  # noqa: E402
 from zerofx.plan.parts import LossScale, Parallel  # noqa: E402
 from zerofx.tools.cli import app  # noqa: E402
+from zerofx.tools.cli.app import EXAMPLES  # noqa: E402
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -42,7 +43,7 @@ def texts(kind: type) -> dict[str, str]:
     found: dict[str, str] = {}
     names: list[str] = []  # which fields the lines are about
     for line in inspect.cleandoc(kind.__doc__ or "").splitlines():
-        begun = re.match(r"\s*(\w+(?:, \w+)*): (.*)", line)
+        begun = re.match(r"(\w+(?:, \w+)*): (.*)", line)
         if begun and known.issuperset(begun[1].split(", ")):
             names = begun[1].split(", ")
             found |= dict.fromkeys(names, begun[2])
@@ -116,6 +117,8 @@ def cli_page() -> str:
             rows.append(f"| `{left}` | {meaning} |")
         if rows:
             lines += ["| argument or option | meaning |", "|---|---|", *rows, ""]
+        if EXAMPLES.get(name):
+            lines += ["```", *EXAMPLES[name], "```", ""]
     return "\n".join(lines)
 
 
@@ -136,8 +139,13 @@ ELSEWHERE = {"Plan", "Precision", "Offload", "Machine", "capture", "nvme", "opti
 # Of a compiled model what zerofx adds; all else is the model's own.
 MEMBERS = {
     "CompiledModule": ["adopt", "no_sync", "refresh", "state_dict", "sharded_state_dict"],
+    "Namespace": [
+        "plan", "world", "data_rank", "data_world", "device", "layout", "programs", "kernels",
+        "islands", "loss_scale", "dropped_tokens", "units", "casts", "adopt", "no_sync", "refresh",
+        "sharded_state_dict",
+    ],
     "Rescue": ["note"],
-}
+}  # fmt: skip
 
 
 def entry(place: str, heading: str) -> str:

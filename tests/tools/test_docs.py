@@ -31,6 +31,7 @@ from torch import nn
 
 import zerofx
 from benchmarks.figures import claims
+from zerofx.plan.parts import LossScale, Parallel
 from zerofx.tools.cli import app, main
 
 ROOT = Path(__file__).parents[2]
@@ -412,10 +413,11 @@ def test_pages_that_are_made_from_code() -> None:
     pages = runpy.run_path(str(ROOT / "docs" / "reference" / "pages.py"))
     made = {name: make() for name, make in pages["MADE"].items()}
     rows = set(re.findall(r"^\| `(\w+)` \|", made["reference/plan.md"], re.M))
-    fields = [f.name for kind in (zerofx.Plan, zerofx.Offload) for f in dataclasses.fields(kind)]
-    assert rows.issuperset(fields)
-    unsaid = {f.name for f in dataclasses.fields(zerofx.Plan)} - pages["texts"](zerofx.Plan).keys()
-    assert not unsaid, "the docstring of Plan says nothing of them"
+    for kind in (zerofx.Plan, zerofx.Precision, zerofx.Offload, LossScale, Parallel):
+        fields = {f.name for f in dataclasses.fields(kind)}
+        assert rows.issuperset(fields)
+        unsaid = fields - pages["texts"](kind).keys()
+        assert not unsaid, f"the docstring of {kind.__name__} says nothing of them"
     for command in ("schedule", "memory", "verify", "doctor"):
         assert f"## zerofx {command}\n" in made["reference/cli.md"]
     for name in set(zerofx.__all__) - pages["ELSEWHERE"]:

@@ -33,9 +33,13 @@ _STYLE = re.compile(r"whole|experts|(colwise|rowwise)(/[1-9]\d*)?")
 class LossScale:
     """The factor of the loss in fp16, which keeps small gradients from rounding to zero.
 
-    dynamic: double (`growth`) after `growth_interval` steps without an overflow, and halve
-        (`backoff`), down to `minimum`, at the `hysteresis`-th overflow after a rise.
+    dynamic: let the scale grow in steps without an overflow, and lower it after one.
     initial: the scale at the start; the only scale if not dynamic.
+    growth_interval: the number of steps without an overflow after which the scale grows.
+    growth: the factor by which it grows.
+    backoff: the factor by which an overflow lowers it, between 0 and 1.
+    minimum: the scale below which it does not fall.
+    hysteresis: the number of overflows that it takes, after a growth, to lower the scale.
     """
 
     dynamic: bool = spec_field(True, flag)
@@ -84,8 +88,11 @@ _tier = one_of("none", "cpu", "nvme")
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The number formats of a step: of compute, gradient reduction, and the master weights.
+    """The number formats of a step: "fp32", "bf16" or "fp16".
 
+    compute: of forward and backward, and of the gathered parameters.
+    reduce: in which gradients are summed over the ranks.
+    master: of the shards that the optimizer updates, and of its states.
     modules: {name pattern: format} of modules that compute in a format of their own, such as
         {"blocks.*.norm": "fp32", "head": "fp32"}. Their parameters are gathered in it. Every module
         with parameters then receives its floating-point inputs in its own format; its outputs are
@@ -169,6 +176,9 @@ class Precision:
 class Offload:
     """What is moved off the device between uses, and to which tier: `"none"`, `"cpu"`, `"nvme"`.
 
+    parameters: the tier of the parameter shards, which are copied to the device before each use.
+    optimizer: the tier of the optimizer's states; the host then updates the parameters.
+    activations: the tier of the values that forward saves for backward.
     path: folder on the NVMe device; required by tier "nvme" and allowed for no other tier.
     delayed: apply the host optimizer's result one step late, during the next step's compute. This
         changes the mathematics: gradients are those of the parameters before the last update, and

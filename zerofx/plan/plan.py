@@ -101,8 +101,9 @@ class Plan:
         chunks and never holds all logits, and on a GPU norms, gated activations and rotary
         embeddings use the fused kernels of zerofx.
     kernels: "auto": the first steps run on ATen while other processes compile each structure of
-        regions once, and one call, the same on all ranks, swaps in all of them together. Runs are
-        repeatable to the bit up to that call. On a GPU, in pipelines, under a memory_budget and
+        regions once, and one call, the same on all ranks, swaps in all of them together. The next
+        calls time both forms, and each region keeps the faster one, which the cache remembers. Runs
+        are repeatable to the bit up to the swap. On a GPU, in pipelines, under a memory_budget and
         with cuda_graph it waits as "inductor" does, which compiles before the first step. "aten"
         compiles nothing: regions run op by op. `model.zerofx.kernels` says which form runs.
     cuda_graph: whether each forward and backward is replayed as one CUDA graph (one process).

@@ -146,8 +146,9 @@ def save_and_resume(
 ) -> bool:
     """Save, train on, load, train on again; return whether both gave the same losses, bit for bit.
 
-    This is what `--resume` does in a new process, without compiling a second time. Where compiled
-    kernels were swapped in between the two, whose last bits differ, both are trained once more.
+    This is what `--resume` does in a new process, without compiling a second time. ATen and compiled
+    kernels differ in the last bits: where a region changed its form between the two, both are
+    trained once more.
     """
     folder = Path(options.out) / "snapshot"
     zerofx.save(folder, model, optimizer, extra={"step": step})
@@ -162,9 +163,12 @@ def save_and_resume(
         zerofx.load(folder, model, optimizer)
 
 
-def forms(model: zerofx.CompiledModule) -> list[str]:
-    """Return what the regions of each program run as: "aten" or "inductor"."""
-    return [each.form for each in model.zerofx.kernels]
+def forms(model: zerofx.CompiledModule) -> list[object]:
+    """Return what the regions of each program run as; a value of its own while that alternates."""
+    return [
+        object() if each.form == "inductor" and each.state else (each.form, each.on_aten)
+        for each in model.zerofx.kernels
+    ]
 
 
 def evaluate(full: dict[str, Tensor], options: Options, valid: Tensor) -> tuple[float, str]:
