@@ -8,8 +8,8 @@ runs. They take turns, some steps each, with a turn of eager between any two. Ea
 seconds per step are divided by the mean of the eager turns before and after it, since the machine
 drifts; the ratios are medians, with quartiles. The second eager process, "again", shows what the
 machine adds. "eager kept heap" is eager PyTorch with the settings of glibc that zerofx makes
-(`zerofx/process.py`). "auto" is measured after its swap. Losses of the first step must agree to 1e-4, where a model draws no random
-numbers.
+(`zerofx/process.py`). "auto" is measured after its swap. Losses of the first step must agree to
+1e-4, where a model draws no random numbers.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ Every system has its own processes (gloo, one thread each), which sleep while an
 round. A ratio is taken within a round, to FSDP2 in the same round (in the same precision); the
 table shows medians over rounds. On one host zerofx's ranks copy from each other's memory, and their
 heap is kept: "zerofx-3-gloo" sends over gloo as the peers do, and "-heap" is a peer whose heap is
-kept too. Before a system counts, its losses are compared with FSDP2's, step
-by step.
+kept too. Before a system counts, its losses are compared with FSDP2's, step by step.
 """
 
 from __future__ import annotations

@@ -146,9 +146,9 @@ def save_and_resume(
 ) -> bool:
     """Save, train on, load, train on again; return whether both gave the same losses, bit for bit.
 
-    This is what `--resume` does in a new process, without compiling a second time. ATen and compiled
-    kernels differ in the last bits: where a region changed its form between the two, both are
-    trained once more.
+    This is what `--resume` does in a new process, without compiling a second time. ATen and
+    compiled kernels differ in the last bits: where a region changed its form between the two, both
+    are trained once more.
     """
     folder = Path(options.out) / "snapshot"
     zerofx.save(folder, model, optimizer, extra={"step": step})
