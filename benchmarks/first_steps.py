@@ -104,6 +104,9 @@ class Job:
         found["swap_s"] = ends[-1] if is_swapped else None
         found["swap_call"] = kernels[0].since if is_swapped else None
         times, cpu = [], []
+        while any(each.state for each in kernels) and is_swapped:  # both forms are being timed
+            self._step()
+            kernels = self._model.zerofx.kernels  # type: ignore[attr-defined]
         for _ in range(LATER):
             start, used = time.perf_counter(), time.process_time()
             self._step()

@@ -8,6 +8,7 @@ zerofx.runtime. Names are imported on first use, so that an emitted module, whic
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from zerofx.process import paused_collector
@@ -77,18 +78,24 @@ _HOME = {
 __all__ = sorted([*_HOME, "capture", "nvme", "optim"])
 
 
-@paused_collector(are_old=True)  # of the imports' time, a third was spent in the collector
 def __getattr__(name: str) -> Any:
     if name == "capture":  # a package that can be called: zerofx.capture(model, args, kwargs)
-        return importlib.import_module("zerofx.capture")
+        return _imported("zerofx.capture")
     if name in ("nvme", "optim"):
-        return importlib.import_module(f"zerofx.{name}")
+        return _imported(f"zerofx.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'zerofx' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    value = getattr(_imported(home), name)
     globals()[name] = value
     return value
+
+
+def _imported(name: str) -> Any:
+    if name in sys.modules:
+        return sys.modules[name]
+    with paused_collector(are_old=True):  # a third of the imports' time was spent in the collector
+        return importlib.import_module(name)
 
 
 def __dir__() -> list[str]:

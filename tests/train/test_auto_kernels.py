@@ -361,23 +361,30 @@ def test_ranks_in_an_island_swap_at_the_end_of_one_forward(pool: Pool) -> None:
                 torch.testing.assert_close(grads[name], grad / 2, rtol=2e-4, atol=2e-6)
 
 
-# -- the contest ----------------------------------------------------------------------------------
-def contested(folder: str, takes: dict[int, str], steps: int = 24) -> tuple[Any, ...]:
-    """Train with an own record of choices; `takes` says which form wins on which rank."""
+# -- the faster form of each region ---------------------------------------------------------------
+def contested(
+    folder: str, winners: list[str], plan: dict[str, Any], steps: int = 24
+) -> tuple[list[Any], Any]:
+    """Train with an own cache; `winners` says which form is the faster one on each rank."""
     rank = int(os.environ.get("RANK", "0"))
-    os.environ["ZEROFX_CACHE_DIR"], before = folder, os.environ.get("ZEROFX_CACHE_DIR")
-    contest.ROUNDS, real = 2, contest.Both.prefers_aten
-    prefers = property(lambda both: both.is_over and takes[rank] == "aten")
-    contest.Both.prefers_aten = prefers  # type: ignore[method-assign]
+    before = os.environ.get("ZEROFX_CACHE_DIR")
+    os.environ["ZEROFX_CACHE_DIR"] = folder
+    wins = contest._ATEN if winners[rank] == "aten" else contest._COMPILED
+    contest.ROUNDS, real = 2, contest.Both._choose
+
+    def choose(both: contest.Both) -> None:
+        both._least_s[wins] = 0.0
+        real(both)
+
+    contest.Both._choose = choose  # type: ignore[method-assign]
     try:
-        zerofx.compile(net(), {"kernels": "inductor"}, **CPU)(batch(0)).backward()
+        zerofx.compile(net(), {"kernels": "inductor"} | plan, **CPU)(batch(0)).backward()
         with compiled_at(2 + rank):
-            model = zerofx.compile(net(), {"kernels": "auto", "buffers": "rank0"}, **CPU)
+            model = zerofx.compile(net(), {"kernels": "auto", "buffers": "rank0"} | plan, **CPU)
             found = trained(model, steps, rank)
         return found, model.zerofx.kernels
     finally:
-        contest.Both.prefers_aten = real  # type: ignore[method-assign]
-        contest.ROUNDS = 6
+        contest.Both._choose, contest.ROUNDS = real, 6  # type: ignore[method-assign]
         os.environ.pop("ZEROFX_CACHE_DIR")
         if before is not None:
             os.environ["ZEROFX_CACHE_DIR"] = before
@@ -385,37 +392,70 @@ def contested(folder: str, takes: dict[int, str], steps: int = 24) -> tuple[Any,
 
 @pytest.mark.parametrize("winner", ["aten", "compiled"])
 def test_the_faster_form_stays_and_is_remembered(tmp_path: Path, winner: str) -> None:
-    found, (running,) = contested(str(tmp_path), {0: winner})
-    assert running.form == "inductor"
-    assert running.since == 2
-    assert running.state == ""
+    found, (running,) = contested(str(tmp_path), [winner], {})
+    assert (running.form, running.since, running.state) == ("inductor", 2, "")
     assert bool(running.on_aten) == (winner == "aten")
     assert ("but ATen where that is faster" in str(running)) == (winner == "aten")
     assert_equal(found, trained(net(), 24), is_exact=False)
     other = {"aten": "compiled", "compiled": "aten"}[winner]
-    again, (running,) = contested(str(tmp_path), {0: other})  # nothing is measured again
+    again, (running,) = contested(str(tmp_path), [other], {})  # nothing is measured again
     assert bool(running.on_aten) == (winner == "aten")
     if winner == "aten":
         aten = zerofx.compile(net(), {"kernels": "aten"}, **CPU)
         assert_equal(again, trained(aten, 24), is_exact=True)
 
 
-def test_ranks_run_the_same_forms(pool: Pool, tmp_path: Path) -> None:
-    """A region stays on ATen if it is the faster form on every rank."""
-    for takes, is_aten in (({0: "aten", 1: "compiled"}, False), ({0: "aten", 1: "aten"}, True)):
-        folder = tmp_path / str(is_aten)
-        folder.mkdir()
-        found = pool.run(2, contested, str(folder), takes, timeout_s=200.0)
-        wanted = of_one_process(2, 24)
-        for rank, (steps, (running,)) in enumerate(found):
-            assert running.since == 3
-            assert running.state == ""
-            assert bool(running.on_aten) == is_aten
-            for (loss, grads), (losses, means) in zip(steps, wanted, strict=True):
-                torch.testing.assert_close(loss, losses[rank], rtol=2e-4, atol=2e-5)
-                for name, mean in means.items():
-                    torch.testing.assert_close(grads[name], mean, rtol=2e-4, atol=2e-5)
-        assert found[0][1] == found[1][1]
+def test_each_rank_keeps_its_own_faster_forms(pool: Pool, tmp_path: Path) -> None:
+    found = pool.run(2, contested, str(tmp_path), ["aten", "compiled"], {}, timeout_s=200.0)
+    wanted = of_one_process(2, 24)
+    for rank, (steps, (running,)) in enumerate(found):
+        assert (running.since, running.state) == (3, "")
+        assert bool(running.on_aten) == (rank == 0)
+        for (loss, grads), (losses, means) in zip(steps, wanted, strict=True):
+            torch.testing.assert_close(loss, losses[rank], rtol=2e-4, atol=2e-5)
+            for name, mean in means.items():
+                torch.testing.assert_close(grads[name], mean, rtol=2e-4, atol=2e-5)
+
+
+def sizes_that_differ(folder: str) -> list[Any]:
+    """Call with batches of other sizes on each rank, from a warm cache on."""
+    rank = int(os.environ["RANK"])
+    os.environ["ZEROFX_CACHE_DIR"], contest.ROUNDS = folder, 2
+    try:
+        model = zerofx.compile(net(), {"kernels": "auto", "dynamic": "off"}, **CPU)
+        for step in range(20):
+            rows = 6 - rank if step % 5 > 2 else 6
+            model(batch(step, rank)[:rows]).backward()
+        return forms(model)
+    finally:
+        os.environ.pop("ZEROFX_CACHE_DIR")
+        contest.ROUNDS = 6
+
+
+@pytest.mark.slow
+def test_ranks_may_call_different_programs_meanwhile(pool: Pool, tmp_path: Path) -> None:
+    for _ in range(2):  # with a cold cache, and with a warm one
+        found = pool.run(2, sizes_that_differ, str(tmp_path), timeout_s=300.0)
+        assert [len(each) for each in found] == [1, 2]
+
+
+def layers_over_ranks(folder: str) -> Any:
+    os.environ["ZEROFX_CACHE_DIR"], contest.ROUNDS = folder, 2
+    try:
+        plan = {"kernels": "auto", "parallel": {"tensor": 2}}
+        model = zerofx.compile(net(), plan, **CPU)
+        with compiled_at(1):
+            model(batch(0)).backward()
+        (table,) = [bound.executable for bound in model.zerofx.table.bound.values()]
+        return table.contested
+    finally:
+        os.environ.pop("ZEROFX_CACHE_DIR")
+        contest.ROUNDS = 6
+
+
+@pytest.mark.slow
+def test_ranks_that_compute_the_same_compare_nothing(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(2, layers_over_ranks, str(tmp_path), timeout_s=200.0) == [{}, {}]
 
 
 class Deep(nn.Module):

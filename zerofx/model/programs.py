@@ -75,7 +75,7 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.pipeline import OwnStage, Parcel, PipelineRun
 from zerofx.runtime.regions.cache import prepare_regions
 from zerofx.runtime.regions.load import Later, compiled_later, import_file
-from zerofx.runtime.regions.swap import NOT_YET, Running, Swap
+from zerofx.runtime.regions.swap import Running, Swap
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
 from zerofx.runtime.turns import GATHER, REDUCE, REFRESH, SYNC, Share
@@ -851,7 +851,9 @@ class ProgramTable:
         executable = Executable(forward, backward, made, self._engine, buffers, blame)
         executable.is_auto, title = starts, self._title(key)
         if later:
-            executable.swap = Swap(later[0], (forward, backward), title, self._engine.world.busy)
+            parallel, busy = program.plan.parallel, self._engine.world.busy
+            compares = parallel.tensor == parallel.context == 1
+            executable.swap = Swap(later[0], (forward, backward), title, busy, compares)
         self.bound[key] = bound = Bound(program, executable, slots, self._model)
         if self.on_bound is not None:
             self.on_bound(bound)
@@ -864,10 +866,13 @@ class ProgramTable:
         found = []
         for key, bound in self.bound.items():
             run, program = bound.executable, bound.program
-            is_plain = program.plan.kernels == "aten" or program.plan.debug
-            is_plain |= run.swap is not None and not run.swap.has_begun
+            is_plain = run.swap is not None or program.plan.kernels == "aten" or program.plan.debug
             state = "" if run.swap is None else run.swap.state
-            form, on_aten = "aten" if is_plain else "inductor", tuple(sorted(run.on_aten))
+            timed = sum(1 for region in run.contested.values() if not region.is_chosen)
+            if timed:
+                state = f"{timed} of {len(run.contested)} regions still timed in both forms"
+            on_aten = tuple(name for name, region in run.contested.items() if region.is_aten)
+            form = "aten" if is_plain else "inductor"
             found.append(Running(self._title(key), form, run.since, state, on_aten))
         return found
 
@@ -885,7 +890,7 @@ class ProgramTable:
     def _are_compiled(self) -> bool:
         """Tell whether each program that is bound has its compiled regions, or could swap them."""
         runs = [bound.executable for bound in self.bound.values()]
-        return all(run.form() != NOT_YET for run in runs)
+        return all(run.form().endswith("=ready") for run in runs)
 
     def _swap(self) -> None:
         for bound in self.bound.values():

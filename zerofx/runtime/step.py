@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,11 @@ from zerofx.compat.tensors import as_own_tensor, memory_range, version_of
 from zerofx.errors import CaptureError, GradientError, ShardError
 from zerofx.runtime.engine import Engine
 from zerofx.runtime.gradients import EVERYTHING, Asked
-from zerofx.runtime.regions.swap import NOT_YET, Swap
+from zerofx.runtime.regions.contest import Both
+from zerofx.runtime.regions.swap import Swap
 from zerofx.runtime.turns import ADDED, DISCARDED, RETURNED
 
 log = logging.getLogger("zerofx")
-
-_SAID = "compiled regions="  # what a rank announces about them
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,9 @@ class Executable:
         self.forward, self.backward = forward, backward
         self.contract, self.engine, self.buffers = contract, engine, buffers
         self._explain = explain
-        # Under Plan(kernels="auto"), until it is known which regions run compiled.
+        # Under Plan(kernels="auto"), the form with compiled regions until it is swapped in.
         self.swap: Swap | None = None
-        self.on_aten: frozenset[str] = frozenset()  # the regions that stay on ATen after that
+        self.contested: Mapping[str, Both] = {}  # the regions whose two forms are compared
         self.is_auto = False
         self.calls, self.since = 0, 1  # forwards so far; the first of the form that runs now
         self.keeps_form = False  # while it is recorded
@@ -440,46 +439,28 @@ class Executable:
             if world.size > 1:
                 world.agree(what, digest, self.contract.graph)
             return
-        said = world.agree_but_for(what, digest, f"{_SAID}{self.form()}", self.contract.graph)
-        if self.swap is not None:
-            self._follow({each.removeprefix(_SAID) for each in said})
+        mine = self.form()
+        if self.is_swapped_by(world.agree_but_for(what, digest, mine, self.contract.graph)):
+            self.compiled()
 
     # -- Plan(kernels="auto"): ATen until all ranks have compiled regions --------------------------
     def form(self) -> str:
-        """Return what this rank announces: its state of the swap."""
-        return "over" if self.swap is None else self.swap.said(self.calls, self.keeps_form)
+        """Return what this rank announces: whether it could run compiled regions, or does."""
+        is_ready = self.swap is None or (not self.keeps_form and self.swap.exists())
+        return f"compiled regions={'ready' if is_ready else 'not yet'}"
 
-    def _follow(self, said: set[str]) -> None:
-        """Swap regions from this call on, if what ranks announced allows for it."""
-        assert self.swap is not None
-        if NOT_YET in said:
-            return
-        if not self.swap.has_begun:
-            self._begin(said)
-        decided = self.swap.decide(said)
-        if decided is not None:
-            self.on_aten, (self.forward, self.backward) = decided  # type: ignore[assignment]
-            if self.on_aten:
-                names = ", ".join(sorted(self.on_aten))
-                log.info("%s: runs as ATen, which is faster there: %s", self.swap.label, names)
-            self.swap = None
+    def is_swapped_by(self, forms: set[str]) -> bool:
+        """Tell whether this call, for which ranks announced these forms, swaps them."""
+        return self.swap is not None and forms == {"compiled regions=ready"}
 
     def compiled(self) -> None:
-        """Run compiled regions from the next call on, and compare nothing.
-
-        This is for programs that ranks do not call together.
-        """
+        """Run compiled regions from the next call on; earlier ones go on to their backwards."""
         assert self.swap is not None
-        self._begin(())
-        self.swap = None
-
-    def _begin(self, said: Collection[str]) -> None:
-        """Run compiled regions from the next call on; earlier calls go on to their backwards."""
-        assert self.swap is not None
-        self.forward, self.backward = self.swap.begin(self.calls, said)  # type: ignore[assignment]
-        self.since = self.calls + 1
+        self.forward, self.backward = self.swap.take()  # type: ignore[assignment]
+        self.contested = self.swap.regions
         if self.calls:
-            log.info("%s: runs compiled regions from call %d on", self.swap.label, self.since)
+            log.info("%s: runs compiled regions from call %d on", self.swap.label, self.calls + 1)
+        self.swap, self.since = None, self.calls + 1
 
     def _take_saved(self, call: Call) -> list[Tensor]:
         if torch.is_grad_enabled():

@@ -194,7 +194,7 @@ def generated_source(path: Path) -> tuple[Path | None, bool]:
     source = Path(wrapper_of(str(path)))
     if source.exists():
         return source, True
-    return None, _num_bytes(path) == 0 and is_at_hand(path)
+    return None, artifact_bytes(path) == 0 and is_at_hand(path)
 
 
 def compile_missing(name: str, module: ModuleType) -> None:
@@ -222,7 +222,7 @@ def _compiled(
                 return None
             if not is_at_hand(path):
                 return _compile(name, module, path, hints, limit_s if held else _STUCK_S)
-    num_bytes = _num_bytes(path)
+    num_bytes = artifact_bytes(path)
     if num_bytes == 0:  # nothing to compile: the region runs as is
         found: Variant | None = (getattr(module, name), None)
     else:
@@ -382,7 +382,7 @@ def _compile(name: str, module: ModuleType, path: Path, hints: Hints, limit_s: f
         note = {"error": reason, "compiled_by": compiled_by()}
         replace_file(_failed(path), json.dumps(note).encode())
     if compiled is None:  # stored as an empty artifact, unless another process compiled it
-        if not _num_bytes(path):
+        if not artifact_bytes(path):
             replace_file(path, b"")
         return getattr(module, name), None
     CompileCount.compiled += 1
@@ -397,7 +397,7 @@ def _refusal(hints: Hints) -> str:
     )
 
 
-def _num_bytes(path: Path) -> int | None:
+def artifact_bytes(path: Path) -> int | None:
     """Return the size of an artifact: 0 if there is nothing to load, None if there is no file."""
     try:
         return path.stat().st_size
@@ -412,7 +412,7 @@ def _failed(path: Path) -> Path:
 
 def why_not_compiled(path: Path) -> str:
     """Return why a region could not be compiled, or an empty string if it was compiled."""
-    if _num_bytes(path):
+    if artifact_bytes(path):
         return ""
     try:
         return str(json.loads(_failed(path).read_text(encoding="utf-8"))["error"])
@@ -422,7 +422,7 @@ def why_not_compiled(path: Path) -> str:
 
 def is_at_hand(path: Path) -> bool:
     """Return whether there is an artifact, or a failure that this version would repeat."""
-    num_bytes = _num_bytes(path)
+    num_bytes = artifact_bytes(path)
     if num_bytes is None or num_bytes:
         return bool(num_bytes)
     try:

@@ -37,7 +37,7 @@ def artifact_path(source: str, device: str) -> Path:
     removed first.
     """
     path = regions_dir() / f"{artifact_key(source, device)}.bin"
-    files = [path.with_suffix(suffix) for suffix in (".bin", ".json", ".py", ".sizes", ".form")]
+    files = [path.with_suffix(suffix) for suffix in (".bin", ".json", ".py", ".sizes")]
     libraries = (path.with_suffix(f".{number}.so") for number in itertools.count())
     files += itertools.takewhile(os.path.lexists, libraries)
     if remove_foreign(files):

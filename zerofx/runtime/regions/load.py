@@ -26,7 +26,7 @@ from zerofx.compat.inductor import inductor_problem
 from zerofx.compat.operators import ATEN
 from zerofx.compat.strides import has_strides, laid_out
 from zerofx.errors import NonFiniteError, ProgramError, as_sentence
-from zerofx.runtime.regions.cache import Region, compile_all, place_of
+from zerofx.runtime.regions.cache import Region, artifact_bytes, compile_all, place_of
 from zerofx.schema import (
     FormError,
     boolean,
@@ -129,13 +129,13 @@ class Later:
         }
 
     def artifacts(self) -> dict[str, Path]:
-        """Return the paths of the compiled regions, without those that are compiled per size.
+        """Return the paths of the regions that are compiled once, for all sizes.
 
-        Nor has it those that Inductor had nothing to compile of, or failed at.
+        Without those that Inductor had nothing to compile of, or failed at.
         """
         whole = {name: m for name, m in self.modules.items() if not hasattr(m, "SIZES")}
         paths = {name: place_of(module)[0] for name, module in whole.items()}
-        return {name: path for name, path in paths.items() if path.stat().st_size}
+        return {name: path for name, path in paths.items() if artifact_bytes(path)}
 
 
 _LATER: ContextVar[list[Later] | None] = ContextVar("later", default=None)

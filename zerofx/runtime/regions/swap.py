@@ -1,4 +1,4 @@
-"""Programs that begin with ATen regions, until compiled ones take their place in one call.
+"""Programs that begin with ATen regions, until compiled ones take the place of all of them.
 
 The graphs decide what forward saves and what it launches, so that both forms of a program agree on
 that, and with other ranks whichever form these run. A call goes on to its backward with the form
@@ -10,42 +10,42 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zerofx.errors import ProgramError, as_sentence
 from zerofx.runtime.regions.background import compilers
-from zerofx.runtime.regions.contest import Contest
+from zerofx.runtime.regions.contest import Both, in_faster_form
 from zerofx.runtime.regions.load import Later, with_regions
 
 log = logging.getLogger("zerofx")
 
 Busy = Callable[[str], contextlib.AbstractContextManager[Any]]
-NOT_YET = "not yet"  # what a rank announces that has no compiled regions
 _LOOK_S = 1.0  # between looks for what another rank has compiled that was given up here
 
 
-Functions = list[Callable[..., Any] | None]
-
-
 class Swap:
-    """The compiled functions of a program that runs on ATen, from when on, and which regions stay.
-
-    Ranks announce before each call what they `said`, and pass on what all of them did: `begin`
-    returns the functions to run once the compiled ones `exist` on each rank, and `decide` those to
-    run in the end.
+    """The compiled functions of a program that runs on ATen: `take` returns them once they `exist`.
 
     functions: those of its schedule. busy: returns within what a load may keep other ranks waiting.
+    compares: whether a region that is faster on ATen goes on so.
+    regions: those that take part in this comparison, by name, once they exist.
     """
 
     def __init__(
-        self, later: Later, functions: Sequence[Callable[..., Any] | None], label: str, busy: Busy
+        self,
+        later: Later,
+        functions: Sequence[Callable[..., Any] | None],
+        label: str,
+        busy: Busy,
+        compares: bool = True,
     ) -> None:
         self._later, self._functions, self._busy = later, functions, busy
         self.label = label
-        self.has_begun = False
-        self._contest: Contest | None = None
+        self.regions: dict[str, Both] = {}
+        self._compares = compares
+        self._made: list[Callable[..., Any] | None] | None = None
         self._batch = compilers().ask_for(label, later.modules, later.units)
         self._is_off = False
         self._looked = 0.0
@@ -53,61 +53,39 @@ class Swap:
     @property
     def state(self) -> str:
         """What is compiled so far, for users."""
-        if self.has_begun:
-            return "comparing both forms"
-        if self._contest is not None:
+        if self._made is not None:
             return "compiled, and not on all ranks"
         lost = " (given up)" if self._is_off or self._batch.is_lost else ""
         return f"{self._batch}{lost}"
 
-    def said(self, calls: int, is_held: bool) -> str:
-        """Return what this rank announces before a call, after so many others.
-
-        is_held: the forms that run now shall stay.
-        """
-        if not self.has_begun and (is_held or not self.exists()):
-            return NOT_YET
-        assert self._contest is not None, "exists() creates it"
-        return self._contest.said(calls, is_held)
-
     def exists(self) -> bool:
         """Tell whether the compiled functions are there; they are loaded as soon as they may be."""
-        if self._contest is not None:
+        if self._made is not None:
             return True
         if self._is_off or not self._is_over():
             return False
         try:
             with self._busy(f"loading the compiled regions of {self.label}"):
-                compiled = self._later.compiled()
+                regions = self._later.compiled()
         except ProgramError as error:
             self._is_off = True
             log.warning("%s goes on with ATen regions: %s", self.label, as_sentence(error))
             return False
-        self._contest = Contest(vars(self._later.plain), compiled, self._later.artifacts())
+        if self._compares:
+            plain = vars(self._later.plain)
+            regions = in_faster_form(regions, plain, self._later.artifacts())
+            self.regions = {n: region for n, region in regions.items() if isinstance(region, Both)}
+        self._made = with_regions(self._functions, self._later, regions)
         return True
 
-    def begin(self, calls: int, said: Collection[str] = ()) -> Functions:
-        """Return the functions to run after so many calls: each of them calls compiled regions.
-
-        said: what the ranks announced. Without it, all regions are compiled ones, and stay.
-        """
-        assert self._contest is not None, "the compiled functions do not exist yet"
-        self.has_begun = True
-        regions = self._contest.begin(calls, said) if said else self._contest.regions(())
-        return with_regions(self._functions, self._later, regions)
-
-    def decide(self, said: Collection[str]) -> tuple[frozenset[str], Functions] | None:
-        """Return the regions that stay on ATen, and the functions to run, once ranks agree."""
-        assert self._contest is not None, "it has begun"
-        on_aten = self._contest.chosen(said)
-        if on_aten is None:
-            return None
-        regions = self._contest.regions(on_aten)
-        return on_aten, with_regions(self._functions, self._later, regions)
+    def take(self) -> list[Callable[..., Any] | None]:
+        """Return the functions that call compiled regions, in the order of those given."""
+        assert self._made is not None, "the compiled functions do not exist yet"
+        return self._made
 
     def drop(self) -> None:
         """Compile no more for this program, which no call finds any more."""
-        if self._contest is None:
+        if self._made is None:
             self._is_off = True
             compilers().drop(self._batch)
 
@@ -126,8 +104,9 @@ class Running:
     """What the regions of a program run as: `model.zerofx.kernels`.
 
     program: its name and kind. form: "aten" or "inductor". since: the number of its call, counted
-        from 1, from which on they do. state: what "auto" waits for: how many are compiled, or that
-        their two forms are compared. on_aten: the regions that stay on ATen, which is faster there.
+        from 1, from which on they do. state: how many are compiled, while "auto" waits for that;
+        then how many are being timed in both forms. on_aten: those that are faster on ATen, and run
+        so.
     """
 
     program: str
@@ -139,5 +118,5 @@ class Running:
     def __str__(self) -> str:
         rest = f", {self.state}" if self.state else ""
         if self.on_aten:
-            rest += f", but ATen where that is faster: {', '.join(self.on_aten)}"
+            rest = f", but ATen where that is faster: {', '.join(self.on_aten)}{rest}"
         return f"{self.program}: {self.form} since call {self.since}{rest}"

@@ -26,12 +26,12 @@ LINES = 10  # progress lines of a whole run if the output is no terminal
 
 @dataclass(frozen=True)
 class Result:
-    """Measurements of the run; `basis` names the kernels of the steps whose memory was measured."""
+    """Measurements of the run; `bases` names the kernels of the steps whose memory was measured."""
 
     losses: list[float]
     tokens_per_s: float
     peak_bytes: int
-    basis: str
+    bases: set[str]
     valid_loss: float
     resumes: bool
 
@@ -119,7 +119,8 @@ class Reporter:
 def summary(program: Planned, result: Result) -> list[tuple[str, str]]:
     """Return the summary's lines."""
     tail = result.losses[-20:]
-    predicted, measured = program.memory(basis=result.basis).peak_bytes, result.peak_bytes
+    predicted = max(program.memory(basis=basis).peak_bytes for basis in result.bases)
+    measured = result.peak_bytes
     return [
         ("loss", f"{result.losses[0]:.3f} -> {sum(tail) / len(tail):.3f} (mean of the last 20)"),
         ("loss on held-out files", f"{result.valid_loss:.3f} (plain model, full weights)"),

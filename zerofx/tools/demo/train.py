@@ -70,7 +70,7 @@ def train(options: Options) -> int:
             for _ in range(MEASURED_STEPS):
                 with memory.step():
                     losses.append(next(steps))
-            basis = "aten" if "aten" in forms(model) else "compiled"
+            bases = bases_of(model)
         reporter.start(losses)
         for loss in steps:
             reporter.step(loss)
@@ -80,7 +80,7 @@ def train(options: Options) -> int:
         valid_loss, sample = evaluate(full, options, text.valid)
         peak_bytes = max(peak.high_bytes for peak in memory.steps)
         result = Result(
-            reporter.losses, reporter.tokens_per_s, peak_bytes, basis, valid_loss, resumes
+            reporter.losses, reporter.tokens_per_s, peak_bytes, bases, valid_loss, resumes
         )
         program = next(p for p in model.programs if p.is_training)
         write_files(Path(options.out), program, sample)
@@ -161,6 +161,13 @@ def save_and_resume(
         if forms(model) == before:
             return went_on == again
         zerofx.load(folder, model, optimizer)
+
+
+def bases_of(model: zerofx.CompiledModule) -> set[str]:
+    """Return the forms in which regions run, as bases of predicted memory: "aten", "compiled"."""
+    running = model.zerofx.kernels
+    on_aten = {"aten" for each in running if each.form == "aten" or each.on_aten or each.state}
+    return on_aten | {"compiled" for each in running if each.form == "inductor"}
 
 
 def forms(model: zerofx.CompiledModule) -> list[object]:
