@@ -204,8 +204,16 @@ def overview() -> str:
     return re.sub(r"\]\((examples|tests)", r"](../\1", text)
 
 
+def changelog() -> str:
+    """Return CHANGELOG.md, with its links as docs/ has them."""
+    text = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    text = re.sub(r"\]\(docs/", "](", text)
+    return re.sub(r"\]\((examples|tests|benchmarks)", r"](../\1", text)
+
+
 MADE = {
     "index.md": overview,
+    "changelog.md": changelog,
     "reference/plan.md": plan_page,
     "reference/cli.md": cli_page,
     "reference/api.md": api_page,
