@@ -22,8 +22,8 @@ from benchmarks.report import RESULTS
 ROOT = RESULTS.parents[1]
 README, MEASURED = "README.md", "docs/measured.md"
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
-STEP_TIME = dict.fromkeys(("4x32", "4x128", "8x384", "4x1024"), "step_time-20261129-182018")
-MEMORY, BUDGET = "memory-20261129-191119", "budget-20261122-063132"
+STEP_TIME, FIRST_STEPS = "step_time-20261129-205027", "first_steps-20261125-083043"
+MEMORY, BUDGET = "memory-20261129-205158", "budget-20261122-063132"
 OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261129-051014"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
 PARALLEL, DEEPSPEED = "parallel-20261129-145926", "parallel-20261129-040827"
@@ -112,14 +112,19 @@ def _memory() -> Iterator[Claim]:
 
 def _times() -> Iterator[Claim]:
     shown = {}
-    for size, name in STEP_TIME.items():
-        found = {s: row(name, size=size, system=s) for s in ("zerofx-3", "zerofx-0", "ddp")}
-        ratios = [found[s][key] for s in found for key in ("time_ratio", "cpu_ratio")]
+    systems = ("zerofx-3", "zerofx-0", "ddp", "zerofx-3-gloo", "fsdp2-heap", "ddp-heap", "nocomm")
+    for size in SIZES:
+        found = [row(STEP_TIME, size=size, system=s) for s in systems]
+        ratios = [r[key] for r in found for key in ("time_ratio", "cpu_ratio")]
         figures = numbers("{:.2f}", *ratios)
-        shown[size] = figures[0]
-        yield Claim(MEASURED, "Step time", f"| {SIZES[size]} |", figures, name)
-    begin = "| step time, stage 3, 4 x 128 and 4 x 1024 |"
-    yield Claim(README, "How fast", begin, (shown["4x128"], shown["4x1024"]), "step_time")
+        yield Claim(MEASURED, "Step time", f"| {SIZES[size]} |", figures, STEP_TIME)
+        shown |= {(size, system): figures[2 * i] for i, system in enumerate(systems)}
+    for begin, of in (
+        ("| step time, stage 3, 4 x 128 and 4 x 1024 |", ("zerofx-3", "ddp")),
+        ("| the same, over gloo as the others |", ("zerofx-3-gloo", "fsdp2-heap", "ddp-heap")),
+    ):
+        figures = tuple(shown[size, system] for system in of for size in ("4x128", "4x1024"))
+        yield Claim(README, "How fast", begin, figures, STEP_TIME)
 
 
 def _budgets() -> Iterator[Claim]:
@@ -165,6 +170,13 @@ def _start_up() -> Iterator[Claim]:
         yield Claim(MEASURED, "Start-up", f"| {layers} |", figures, COMPILE_TIME)
     mixed = (figures[0], figures[2], figures[1], figures[3])
     yield Claim(README, "How fast", "| first step of 48 layers, cold; warm |", mixed, COMPILE_TIME)
+    for model in dict.fromkeys(r["model"] for r in rows(FIRST_STEPS)):
+        systems = ("eager", "aten", "auto", "inductor", "torch.compile")
+        found = [row(FIRST_STEPS, model=model, system=s) for s in systems]
+        figures = numbers("{:.1f}", *(r["third_s"] for r in found))
+        swapped = found[systems.index("auto")]
+        figures += (f"{swapped['swap_s']:.0f}", f"{swapped['between']:.2f}")
+        yield Claim(MEASURED, "Start-up", f"| {model} |", figures, FIRST_STEPS)
 
 
 def _others() -> Iterator[Claim]:
@@ -189,13 +201,13 @@ def _others() -> Iterator[Claim]:
         figures = (str(r["ranks"]), *numbers("{:.2f}", r["wall"], r["cpu"], r["peak"]))
         figures += numbers("{:.3f}", r["predicted"])
         yield Claim(MEASURED, "Layers over ranks", f"| {label} |", figures, source)
-    again = {r["model"]: r for r in rows(ONE_PROCESS) if r["system"] == "again"}
-    for r in rows(ONE_PROCESS):
-        if r["system"] == "aten":
-            both = (r, again[r["model"]])
-            figures = numbers("{:.2f}", *(x[k] for x in both for k in ("ratio", "low", "high")))
-            begin = f"| {r['model']} |"
-            yield Claim(MEASURED, "One process beside eager", begin, figures, ONE_PROCESS)
+    for model in dict.fromkeys(r["model"] for r in rows(ONE_PROCESS)):
+        aten = row(ONE_PROCESS, model=model, system="aten")
+        others = ("auto", "inductor", "torch.compile", "again", "eager kept heap")
+        ratios = [row(ONE_PROCESS, model=model, system=s)["ratio"] for s in others]
+        figures = numbers("{:.2f}", aten["ratio"], aten["low"], aten["high"], *ratios)
+        begin = f"| {model} |"
+        yield Claim(MEASURED, "One process beside eager", begin, figures, ONE_PROCESS)
     working = numbers("{:,.1f}", *(r["working_mib"] for r in rows(BIG_TILES)))
     yield Claim(MEASURED, "Tiles", "gradient, `python -m benchmarks.tiling", working, BIG_TILES)
 
