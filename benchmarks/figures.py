@@ -22,12 +22,12 @@ from benchmarks.report import RESULTS
 ROOT = RESULTS.parents[1]
 README, MEASURED = "README.md", "docs/measured.md"
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
-STEP_TIME, FIRST_STEPS = "step_time-20261129-205027", "first_steps-20261125-083043"
+STEP_TIME, FIRST_STEPS = "step_time-20261129-205027", "first_steps-20261129-211915"
 MEMORY, BUDGET = "memory-20261129-205158", "budget-20261122-063132"
-OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261129-051014"
+OFFLOAD, COMPILE_TIME = "offload-20261122-110346", "compile_time-20261129-210704"
 ISLANDS, ROWS = "islands-20261127-100421", "table_rows-20261124-032515"
 PARALLEL, DEEPSPEED = "parallel-20261129-145926", "parallel-20261129-040827"
-ONE_PROCESS = "one_process-20261129-171611"
+ONE_PROCESS = "one_process-20261129-210226"
 BIG_TILES, MATRIX = "tiling-20261122-182837", "memory-matrix-20261122-221725"
 
 OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them

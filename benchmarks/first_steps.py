@@ -179,8 +179,8 @@ def main() -> None:
             ours = [line for line in lines if line["model"] == model]
             eager_ms = next((r["later_cpu_ms"] for r in ours if r["system"] == "eager"), None)
             for line in ours:
-                if eager_ms and "between_ms" in line:
-                    line["between"] = line["between_ms"] / eager_ms
+                until_ms = line.get("between_ms")
+                line["between"] = until_ms / eager_ms if eager_ms and until_ms else None
     finish("first_steps", COLUMNS, lines, options)
 
 
