@@ -28,7 +28,8 @@ OFFLOAD, WITH_DEEPSPEED = "offload-20261129-213543", "offload-20261122-110346"
 COMPILE_TIME = "compile_time-20261129-210704"
 ISLANDS, MORE_ISLANDS = "islands-20261129-214331", "islands-20261127-100421"
 ROWS = "table_rows-20261124-032515"
-PARALLEL, DEEPSPEED = "parallel-20261129-145926", "parallel-20261129-040827"
+PARALLEL, DEEPSPEED = "parallel-20261129-215148", "parallel-20261129-040827"
+ON_4_RANKS = "parallel-20261129-145926"
 ONE_PROCESS = "one_process-20261129-210226"
 BIG_TILES, MATRIX = "tiling-20261129-214720", "memory-matrix-20261122-221725"
 
@@ -201,6 +202,7 @@ def _others() -> Iterator[Claim]:
         yield Claim(MEASURED, "Gradients by rows", f"| {stage} |", figures, ROWS)
     for axis, label in OVER.items():
         source = DEEPSPEED if axis == "deepspeed" else PARALLEL
+        source = ON_4_RANKS if axis.endswith("-data") else source
         r = row(source, axis=axis)
         figures = (str(r["ranks"]), *numbers("{:.2f}", r["wall"], r["cpu"], r["peak"]))
         figures += numbers("{:.3f}", r["predicted"])
