@@ -335,6 +335,19 @@ def test_a_measured_collective_is_stretched_to_other_worlds() -> None:
     assert collective_us(here, "all_gather", 200_000, 2, 1) == pytest.approx(200.0)
 
 
+def test_between_nodes_the_network_is_the_bound_of_a_curve() -> None:
+    """Curves are measured within a node; over TCP, 95 % of a slow link's rate carries payload."""
+    curves = {"all_gather.direct.2": ((1e5, 100.0), (1e7, 10_000.0))}
+    near = hardware(curves=curves, backend="gloo", devices_per_node=2)
+    assert collective_us(near, "all_gather", 10**7, 2, 1) == pytest.approx(10_000.0)
+    apart = {"devices_per_node": 1, "network_latency_us": 0.0, "backend": "gloo"}
+    slow = hardware(curves=curves, network_bytes_per_s=12.5e6, **apart)
+    ring_us = 1e6 * 10**7 / 2 / (12.5e6 * 0.95)
+    assert collective_us(slow, "all_gather", 10**7, 2, 1) == pytest.approx(ring_us)
+    fast = hardware(curves=curves, network_bytes_per_s=1e12, **apart)
+    assert collective_us(fast, "all_gather", 10**7, 2, 1) == pytest.approx(10_000.0)
+
+
 def test_ranks_of_a_node_share_its_links_and_disks() -> None:
     here = dataclasses.replace(
         hardware(), host_link_bytes_per_s=12e9, node_host_link_bytes_per_s=24e9,

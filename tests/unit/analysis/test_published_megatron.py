@@ -132,16 +132,16 @@ def test_shapes_have_the_published_numbers_of_parameters(row: Row) -> None:
 
 # Samples of a micro-batch, stages on each rank, and what is predicted of what was published.
 PREDICTED: list[tuple[float, int, int, float]] = [
-    (1.7, 4, 1, 1.14),
+    (1.7, 4, 1, 1.16),
     (3.6, 1, 1, 1.15),
-    (7.5, 1, 1, 1.20),
-    (18.4, 4, 1, 1.38),
-    (39.1, 1, 2, 1.29),
-    (76.1, 1, 3, 1.25),
+    (7.5, 1, 1, 1.21),
+    (18.4, 4, 1, 1.40),
+    (39.1, 1, 2, 1.30),
+    (76.1, 1, 3, 1.26),
     (145.6, 1, 2, 1.18),
     (310.1, 1, 2, 1.10),
-    (529.6, 1, 1, 0.995),
-    (1008.0, 1, 1, 1.00),
+    (529.6, 1, 1, 1.00),
+    (1008.0, 1, 1, 1.01),
 ]
 
 
@@ -159,12 +159,12 @@ def test_throughput_of_table_1(
 
 @pytest.mark.slow
 def test_attention_through_memory_is_most_of_what_the_first_row_lacks() -> None:
-    """One kernel for attention is 59 % above the published figure, attention written out 14 %.
+    """One kernel for attention is 63 % above the published figure, attention written out 16 %.
 
     That is inside the range of the prediction, of 15 % each way.
     """
     row = NAMED[1.7]
     fused, written = priced(row, 4, written_out=False), priced(row, 4)
-    assert tflops(row, fused) / row.tflops == pytest.approx(1.59, abs=0.03)
+    assert tflops(row, fused) / row.tflops == pytest.approx(1.63, abs=0.03)
     published_us = row.operations / row.gpus / row.tflops / 1e6
     assert written.figures["low_us"] < published_us < written.figures["high_us"]
