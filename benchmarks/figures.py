@@ -1,10 +1,11 @@
 """Compare the figures of README.md and docs/ with the files in benchmarks/results/.
 
-Usage: python -m benchmarks.figures
+Usage: python -m benchmarks.figures [--write]
 
 Each claim is a row of a table, or a paragraph, with the figures that a file of results gives for
-it. The exit status is 1 if a row shows another figure. It measures nothing: the commands in the
-docs make new files.
+it. The exit status is 1 if a row shows another figure. With --write, rows that show as many figures
+as the file gives get those of the file. It measures nothing: the commands in the docs make new
+files, whose names are entered below.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from benchmarks.report import RESULTS
 
 ROOT = RESULTS.parents[1]
-README, MEASURED = "README.md", "docs/measured.md"
+README, MEASURED, SLOW = "README.md", "docs/measured.md", "docs/slow-networks.md"
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
 STEP_TIME, FIRST_STEPS = "step_time-20261129-205027", "first_steps-20261129-211915"
 MEMORY, BUDGET = "memory-20261129-205158", "budget-20261129-212153"
@@ -31,12 +33,25 @@ ROWS = "table_rows-20261124-032515"
 PARALLEL, DEEPSPEED = "parallel-20261129-215148", "parallel-20261129-040827"
 ON_4_RANKS = "parallel-20261129-145926"
 ONE_PROCESS = "one_process-20261129-210226"
+LINKS, NODE_LINKS = "slow_links-20261129-212227", "slow_links_nodes-20261129-212349"
+LENGTHS = {"ATen": "lengths-20261129-214456", "Inductor": "lengths-20261129-214435"}
 BIG_TILES, MATRIX = "tiling-20261129-214720", "memory-matrix-20261122-221725"
 
 OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them
     "tensor": "tensor", "sequence": "tensor, sequence", "pipeline": "pipeline",
     "tensor-data": "tensor x data", "sequence-data": "tensor, sequence x data",
     "pipeline-data": "pipeline x data", "deepspeed": "pipeline, the peer is DeepSpeed's",
+}  # fmt: skip
+
+FORMS = {  # systems of benchmarks.slow_links, as docs/slow-networks.md has them
+    "fsdp2": "FSDP2", "zerofx-3": "zerofx stage 3",
+    "zerofx-3, weights": "weights in blocks",
+    "zerofx-3, weights and gradients": "weights and gradients in blocks",
+    "zerofx-3, secondary shards": "secondary shards",
+    "zerofx-3, two steps": "two steps",
+    "zerofx-3, secondary shards, two steps": "secondary shards, two steps",
+    "zerofx-3, secondary shards, weights and gradients":
+        "secondary shards, weights and gradients in blocks",
 }  # fmt: skip
 
 
@@ -52,20 +67,42 @@ class Claim:
 
     def fault(self) -> str:
         """Return what the page shows instead, or "" if it shows these figures."""
-        text = (ROOT / self.page).read_text(encoding="utf-8")
-        _, found, rest = text.partition(f"\n## {self.section}\n")
-        section = rest.partition("\n## ")[0]
-        at = section.find(self.begin)
-        if not found or at < 0:
+        text = self._text()
+        start, end = self._shown(text)
+        if start == end:
             return f"{self.page}: section {self.section!r} has nothing that begins {self.begin!r}"
-        end = "\n" if self.begin.startswith("|") else "\n\n"
-        shown = section[at + len(self.begin) :].partition(end)[0]
-        numbers = iter(re.findall(r"\d[\d,]*(?:\.\d+)?", shown))
+        shown = text[start:end]
+        found = iter(NUMBER.findall(shown))
         for figure in self.figures:
-            if figure not in numbers:  # goes on behind the one before
+            if figure not in found:  # goes on behind the one before
                 wanted = ", ".join(self.figures)
                 return f"{self.page}: {self.begin} {shown.strip()}\n  {self.source}: {wanted}"
         return ""
+
+    def write(self) -> None:
+        """Enter the figures into the page, if it shows as many."""
+        text = self._text()
+        start, end = self._shown(text)
+        if len(NUMBER.findall(text[start:end])) == len(self.figures):
+            figures = iter(self.figures)
+            shown = NUMBER.sub(lambda _: next(figures), text[start:end])
+            (ROOT / self.page).write_text(text[:start] + shown + text[end:], encoding="utf-8")
+
+    def _text(self) -> str:
+        return (ROOT / self.page).read_text(encoding="utf-8")
+
+    def _shown(self, text: str) -> tuple[int, int]:
+        """Return where the figures begin and end in the text of the page; equal if nowhere."""
+        section = re.search(rf"^#+ {re.escape(self.section)}$", text, re.MULTILINE)
+        if section is None:
+            return 0, 0
+        after = re.compile(r"^#+ ", re.MULTILINE).search(text, section.end())
+        at = text.find(self.begin, section.end(), after.start() if after else None)
+        if at < 0:
+            return 0, 0
+        start = at + len(self.begin)
+        end = text.find("\n" if self.begin.startswith("|") else "\n\n", start)
+        return start, end if end >= 0 else len(text)
 
 
 @cache
@@ -92,6 +129,7 @@ def claims() -> Iterator[Claim]:
     yield from _budgets()
     yield from _offload()
     yield from _start_up()
+    yield from _links()
     yield from _others()
 
 
@@ -183,6 +221,27 @@ def _start_up() -> Iterator[Claim]:
         yield Claim(MEASURED, "Start-up", f"| {model} |", figures, FIRST_STEPS)
 
 
+def _links() -> Iterator[Claim]:
+    for run, section in ((LINKS, "Bytes"), (NODE_LINKS, "Bytes between nodes")):
+        exact = row(run, rate="100mbit", system="zerofx-3")["sent_mib"]
+        for r in rows(run):
+            if r["rate"] == "100mbit":
+                label = FORMS[r["system"]]
+                figures = numbers("{:.2f}", r["sent_mib"], r["sent_mib"] / exact)
+                yield Claim(SLOW, section, f"| {label} |", figures, run)
+    for run, form in ((LINKS, "{}"), (NODE_LINKS, "two ranks per node: {}")):
+        for system in dict.fromkeys(r["system"] for r in rows(run)):
+            rates = [row(run, rate=rate, system=system) for rate in ("100mbit", "1gbit")]
+            if system != "fsdp2":
+                figures = numbers("{:.2f}", *(r["ratio"] for r in rates))
+                begin = f"| {form.format(FORMS[system])} |"
+                yield Claim(SLOW, "Step times", begin, figures, run)
+            if rates[0].get("predicted_ms"):
+                of_both = [r[key] for r in rates for key in ("predicted_ms", "step_ms")]
+                figures = numbers("{:.0f}", *of_both)
+                yield Claim(SLOW, "Predicted", f"| {FORMS[system]} |", figures, run)
+
+
 def _others() -> Iterator[Claim]:
     labels = {
         "experts": "top-1 experts", "packed": "LSTMs over packed sequences",
@@ -195,6 +254,12 @@ def _others() -> Iterator[Claim]:
         figures += numbers("{:.2f}", r["wall"], r["cpu"])
         figures += (f"{r['peak_mib']:.1f}", f"{r['peak']:.2f}")
         yield Claim(MEASURED, "Islands", f"| {label} |", figures, run)
+    for kernels, run in LENGTHS.items():
+        (r,) = rows(run)
+        of = r["to_static"] if kernels == "ATen" else r["to_compile"]
+        figures = (str(r["programs"]), *numbers("{:.2f}", of), *numbers("{:.1f}", r["peak_mib"]))
+        figures += numbers("{:.1f}", 100 * r["error"])
+        yield Claim(MEASURED, "Lengths that vary", f"| {kernels} |", figures, run)
     for stage in (0, 1):
         found = [r for r in rows(ROWS) if r["stage"] == stage]
         figures = numbers("{:.1f}", found[0]["whole_mib"], *(r["rows_mib"] for r in found))
@@ -220,10 +285,14 @@ def _others() -> Iterator[Claim]:
 
 def main(arguments: Sequence[str]) -> int:
     """Print every claim that does not hold, and a count; return the exit status."""
-    if arguments:
-        print(f"it takes no arguments, but was given {' '.join(arguments)}", file=sys.stderr)
+    if list(arguments) not in ([], ["--write"]):
+        print(f"it takes only --write, but was given {' '.join(arguments)}", file=sys.stderr)
         return 2
     found = list(claims())
+    if arguments:
+        for claim in found:
+            if claim.fault():
+                claim.write()
     faults = [fault for claim in found if (fault := claim.fault())]
     print("\n".join([*faults, f"{len(found) - len(faults)} of {len(found)} claims hold"]))
     return 1 if faults else 0

@@ -2,11 +2,14 @@
 
     sudo python -m benchmarks.slow_links [--rates 100mbit,1gbit] [--sizes 4x128] [--turns 8]
     sudo python -m benchmarks.slow_links --ranks-per-node 2
+    sudo python -m benchmarks.slow_links --hardware mine.yaml
     python -m benchmarks.slow_links --losses 300
 
 Two nodes are network namespaces, joined by a veth pair whose both ends are shaped by tbf (needs
 root, and iproute2). With several ranks per node, those of one node reach each other over loopback,
-and plans that know of nodes run too. What is counted is what leaves a node. All systems train the
+and plans that know of nodes run too. `--hardware` also shows what is predicted for a host that was
+calibrated over gloo (`ZEROFX_TRANSPORT=gloo zerofx doctor --calibrate --out mine.yaml`), with this
+link between hosts. What is counted is what leaves a node. All systems train the
 same model in the same processes and take turns, one step each; ratios are medians over the turns.
 `--losses` needs no namespaces: it trains from the same weights and batches with and without blocks,
 and compares the means of the last 20 losses.
@@ -23,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -33,6 +37,7 @@ import zerofx
 from benchmarks.report import Column, finish
 from benchmarks.sizes import SIZES, TEXT_BYTES
 from benchmarks.systems import SEED, flat_adamw, fsdp2, fused_adamw
+from zerofx.hardware import load_hardware
 from zerofx.tools.demo.gpt import GPT
 from zerofx.tools.demo.text import Batches, load_text
 
@@ -49,6 +54,7 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 BASELINE = "fsdp2"
 NUM_NODES = 2
+LATENCY_US = 200.0  # of a hop, assumed: the transfers take milliseconds
 
 
 def plans_by_node(per_node: int) -> dict[str, dict[str, Any]]:
@@ -173,6 +179,20 @@ def measure(rate: str, size: str, turns: int, per_node: int) -> list[dict[str, A
         return [{**about, **row} for row in torch.load(f"{folder}/rows")]
 
 
+def predict(rate: str, size: str, plan: dict[str, Any], per_node: int, hardware: str) -> float:
+    """Return the predicted milliseconds of a step on calibrated hosts with this link."""
+    bits = float(rate.removesuffix("bit")[:-1]) * {"m": 1e6, "g": 1e9}[rate.removesuffix("bit")[-1]]
+    nodes = replace(
+        load_hardware(hardware), devices_per_node=per_node, network_bytes_per_s=bits / 8,
+        network_latency_us=LATENCY_US,
+    )  # fmt: skip
+    chosen = SIZES[size]
+    ids = torch.zeros(chosen.batch, chosen.model.seq, dtype=torch.long)
+    program = zerofx.capture(GPT(chosen.model), (ids, ids))
+    view: Any = zerofx.predict(program, plan, hardware=nodes, world_size=NUM_NODES * per_node)
+    return float(view.forecast.step_us.middle / 1e3)
+
+
 def losses_of(rank: int, system: str, size: str, steps: int, folder: str) -> None:
     """Train one system on 2 ranks and leave the mean of its last 20 losses, over both ranks."""
     torch.set_num_threads(1)
@@ -219,6 +239,7 @@ COLUMNS = [
     Column("step_ms", "step ms", "{:.0f}"),
     Column("ratio", "x FSDP2", "{:.3f}"),
     Column("sent_mib", "MiB per step that leave a node", "{:.2f}"),
+    Column("predicted_ms", "predicted ms", "{:.0f}"),
 ]
 LOSSES = [
     Column("size", "layers x width"),
@@ -236,6 +257,7 @@ def main() -> None:
     parser.add_argument("--sizes", default="4x128")
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--ranks-per-node", type=int, default=1)
+    parser.add_argument("--hardware", help="a calibrated hardware file, to predict with")
     parser.add_argument("--losses", type=int, default=0, help="steps to compare final losses after")
     for name in ("--size-of-a-rank", "--store", "--folder"):
         parser.add_argument(name, default="", help=argparse.SUPPRESS)
@@ -257,6 +279,11 @@ def main() -> None:
         for rate in options.rates.split(",")
         for row in measure(rate, size, options.turns, options.ranks_per_node)
     ]
+    for row in rows:
+        plan = plans_by_node(options.ranks_per_node).get(row["system"])
+        row["predicted_ms"] = options.hardware and plan and predict(
+            row["rate"], row["size"], plan, options.ranks_per_node, options.hardware
+        )  # fmt: skip
     name = "slow_links" if options.ranks_per_node == 1 else "slow_links_nodes"
     finish(name, COLUMNS, rows, options)
 

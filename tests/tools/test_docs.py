@@ -30,7 +30,8 @@ import typer.main
 from torch import nn
 
 import zerofx
-from benchmarks.figures import claims
+from benchmarks import figures
+from benchmarks.figures import Claim, claims
 from zerofx.plan.parts import LossScale, Parallel
 from zerofx.tools.cli import app, main
 
@@ -341,10 +342,28 @@ def test_every_table_of_figures_names_its_command() -> None:
 
 def test_figures_are_those_of_the_files_they_come_from() -> None:
     found = list(claims())
-    assert {claim.page for claim in found} == {"README.md", "docs/measured.md"}
+    pages = {"README.md", "docs/measured.md", "docs/slow-networks.md"}
+    assert {claim.page for claim in found} == pages
     assert not [fault for claim in found if (fault := claim.fault())]
     other = dataclasses.replace(found[0], figures=(*found[0].figures[:-1], "7.77"))
     assert "7.77" in other.fault()
+
+
+def test_figures_are_entered_where_as_many_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(figures, "ROOT", tmp_path)
+    page = tmp_path / "page.md"
+    page.write_text("## Other\n| 4 x 32 | 1.0, 2 |\n\n## Here\n| 4 x 32 | 1.0, 2 |\n| 8 | 3 |\n")
+    claim = Claim("page.md", "Here", "| 4 x 32 |", ("0.51", "1,024.5"), "a file")
+    assert "0.51, 1,024.5" in claim.fault()
+    claim.write()
+    expected = "## Other\n| 4 x 32 | 1.0, 2 |\n\n## Here\n| 4 x 32 | 0.51, 1,024.5 |\n| 8 | 3 |\n"
+    assert page.read_text() == expected and not claim.fault()
+    more = dataclasses.replace(claim, figures=("0.51", "7", "8"))
+    more.write()
+    assert page.read_text() == expected and more.fault()
+    assert "has nothing" in dataclasses.replace(claim, begin="| 5 |").fault()
 
 
 def test_files_of_results_are_there() -> None:

@@ -278,7 +278,7 @@ def other_samples() -> str:
 
 def test_a_wrong_sampler_is_named(pool: Pool) -> None:
     for text in pool.run(2, other_samples):
-        assert "differs between the 2 ranks that share each layer" in text
+        assert "input input_ids differs between the 2 ranks that share each layer" in text
         assert "num_replicas=model.zerofx.data_world" in text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from zerofx.compat.tensors import assert_async
-from zerofx.compat.tracing import DataDependentError, is_outside_trace
+from zerofx.compat.tracing import DataDependentError, argument_tensors, is_outside_trace
 from zerofx.errors import CaptureError
 from zerofx.kernels.recurrent import is_recurrent, run_recurrent
 
@@ -184,7 +184,7 @@ class LineMode(TorchFunctionMode):
         name = self.last_call = getattr(func, "__name__", "")
         line = user_line(sys._getframe(1))
         check_call(name, args, kwargs or {}, line)
-        self.constants.update({id(t): t for t in _tensors(args) if is_outside_trace(t)})
+        self.constants.update({id(t): t for t in argument_tensors(args, {}) if is_outside_trace(t)})
         if torch.initial_seed() != self._seed:
             self.seeded_at = self.seeded_at or line or "a library's call"
         with fx_traceback.annotate({LINE: line}):
@@ -203,13 +203,6 @@ class LineMode(TorchFunctionMode):
         """Assume that a tensor that varies is true, or false, and make the program assert it."""
         assert_async(tensor.bool() if value else tensor.logical_not(), said)
         return value
-
-
-def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
-    for value in args:
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, Tensor):
-                yield each
 
 
 def find_line(run: Callable[[], Any], has_happened: Callable[[], bool]) -> str:

@@ -221,9 +221,14 @@ def replace_file(target: Path, content: bytes) -> None:
     """Write a private file of this user atomically, even if several hosts share a home folder."""
     staging = target.with_name(f".{target.name}.{staging_mark()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    with open(os.open(staging, flags, 0o600), "wb") as file:
-        file.write(content)
-    os.replace(staging, target)
+    descriptor = os.open(staging, flags, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(staging, target)
+    except BaseException:
+        staging.unlink(missing_ok=True)
+        raise
 
 
 def _kernel(library: Path, digest: str) -> Any:

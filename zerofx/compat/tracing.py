@@ -50,6 +50,7 @@ __all__ = [
     "KnownValues",
     "OptimizedModule",
     "Symbols",
+    "argument_tensors",
     "describe_placeholder",
     "describe_results",
     "expression",
@@ -225,7 +226,7 @@ class KnownValues:
         facts = _facts_of(func)
         if not (facts.is_noted or facts.writes):
             return
-        given = _tensors(args, kwargs)
+        given = argument_tensors(args, kwargs)
         if facts.writes:
             self._written.update(map(memory_of, given))
             return
@@ -370,7 +371,7 @@ def _like(real: Tensor) -> Tensor:
     return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=real.device)
 
 
-def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+def argument_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """List the tensors of an operator's arguments, also those in lists."""
     found = []
     for value in (*args, *kwargs.values()):

@@ -213,6 +213,7 @@ def contract(program: Planned, sizes: str = "") -> Contract:
         outputs=tuple(s.index for s in outputs),
         differentiable=frozenset(calling.differentiable),
         names=dict(enumerate(calling.output_names)),
+        inputs={info(n).index: info(n).name for n in program.placeholders(FORWARD, Role.INPUT)},
         tangents=tangents,
         input_grads=tuple(input_grads),
         updates=tuple(updates),

@@ -405,7 +405,8 @@ class Place(Pass):
             named = [f"{what}, {n} times" if n > 1 else what for what, n in whole.most_common()]
             log.warning(
                 "%s: no rule says how ranks compute parts of %s. The inputs are gathered, and each "
-                "of %d ranks computes all of it.",
+                "of %d ranks computes all of it. Results are the same; this work takes as long as "
+                "on one rank. `zerofx schedule` shows where.",
                 program.model_name, few(named), self.parallel.value_axes[axis],
             )  # fmt: skip
         return sent
@@ -739,7 +740,8 @@ class Placing:
         for line, heads in self.gathered.items():
             log.warning(
                 "%s (%s): %s not divided by %sPlan.parallel.%s = %d: attention is "
-                "gathered, and each of these ranks computes all of it.",
+                "gathered, and each of these ranks computes all of it. Results are the same; a "
+                "number that divides the heads divides their work too.",
                 model, line, f"{heads} heads{left} are" if heads != 1 else f"1 head{left} is",
                 "2 x " if self.zigzag else "", self.axis, ranks,
             )  # fmt: skip

@@ -44,6 +44,7 @@ class Contract:
     outputs: leaf numbers of the forward's outputs, in order.
     differentiable: the outputs that may receive a gradient; others raise if they do.
     names: output leaf -> its name, for errors.
+    inputs: input leaf -> its name in the call ("x", "pair[0]"), if a graph reads it.
     tangents: output leaf -> (shape, strides, dtype) of the gradient that backward takes.
     tangents_at: returns the same for a call with these leaves, if it depends on their sizes.
     input_grads: input leaves whose gradients backward returns, in order.
@@ -65,6 +66,7 @@ class Contract:
     outputs: tuple[int, ...]
     differentiable: frozenset[int]
     names: dict[int, str]
+    inputs: dict[int, str]
     tangents: dict[int, TangentForm]
     input_grads: tuple[int, ...]
     updates: tuple[tuple[str, str | int], ...]
@@ -81,6 +83,11 @@ class Contract:
     shares: Mapping[str, str] = field(default_factory=dict)
     graph: bytes = NO_GRAPH
     tangents_at: Callable[[Sequence[Any]], dict[int, TangentForm]] | None = None
+
+    def input(self, leaf: int) -> str:
+        """Name an input for an error."""
+        name = self.inputs.get(leaf)
+        return f"input {name}" if name else f"input {leaf} (counted from 0)"
 
 
 @dataclass
@@ -166,9 +173,10 @@ class Executable:
             for j, (other, first, last) in ranges.items():
                 if j != i and memory == other and max(start, first) < min(end, last):
                     raise CaptureError(
-                        f"{self.contract.label}: forward writes to input {i} in place, and input "
-                        f"{j} shares memory with it (both counted from 0), so a program would "
-                        "read values from before that write. Pass a copy of one of them (clone())."
+                        f"{self.contract.label}: forward writes to {self.contract.input(i)} in "
+                        f"place, and {self.contract.input(j)} shares memory with it, so a program "
+                        "would read values from before that write. Pass a copy of one of them "
+                        "(clone())."
                     )
 
     # -- the two halves ---------------------------------------------------------------------
@@ -186,7 +194,7 @@ class Executable:
         self.calls += 1
         call.backward = self.backward
         if not self._has_compared:
-            self._compare_inputs(call.leaves)
+            self._compare_inputs([call.leaves])
         with self.guard(call.leaves), self._own_random("forward"):
             outs, updates, saved = self.forward(
                 engine, engine.store.shards, self.buffers(), call.leaves
@@ -205,13 +213,14 @@ class Executable:
             engine.tally(self, call, "forward")
         return outs
 
-    def _compare_inputs(self, leaves: Sequence[Any]) -> None:
+    def _compare_inputs(self, micro_batches: Sequence[Sequence[Any]]) -> None:
         """Raise at a program's first call unless ranks that share layers get the same inputs.
 
         Raises:
             ShardError: on all of these ranks; names the input and the sampler arguments to use.
         """
         self._has_compared = True
+        leaves = [leaf for each in micro_batches for leaf in each]
         for name, what in _SHARING.items():
             axis = self.engine.world.axis(name)
             if axis.size == 1 or not leaves:  # none: it only gathers parameters for eager code
@@ -222,10 +231,11 @@ class Executable:
             differ = (found.view(axis.size, -1) != mine).any(0).nonzero().flatten().tolist()
             if differ:
                 world = self.engine.world
+                given = self.contract.input(differ[0] % len(micro_batches[0]))
                 raise ShardError(
-                    f"{self.contract.label}: input {differ[0]} (counted from 0) differs between "
-                    f"the {axis.size} ranks that {what} (Plan.parallel.{name}), which need the "
-                    "same samples. Divide them with DistributedSampler(dataset, "
+                    f"{self.contract.label}: {given} differs between the {axis.size} ranks "
+                    f"that {what} (Plan.parallel.{name}), which need the same "
+                    "samples. Divide them with DistributedSampler(dataset, "
                     "num_replicas=model.zerofx.data_world, rank=model.zerofx.data_rank), here "
                     f"{world.data_size} and {world.data_rank}."
                 )
@@ -234,7 +244,7 @@ class Executable:
     def compare_inputs(self, micro_batches: Sequence[Sequence[Any]]) -> None:
         """Raise at the first call unless ranks that share the model get the same inputs."""
         if not self._has_compared:
-            self._compare_inputs([leaf for leaves in micro_batches for leaf in leaves])
+            self._compare_inputs(micro_batches)
 
     def seed(self) -> int:
         """Return the seed for one half of a program, drawn from the user's generator."""
