@@ -125,7 +125,7 @@ docs: $(DOCS)/.installed
 	@echo build/docs/index.html
 
 release: $(STAMP)
-	ZEROFX_TEST_TORCH="2.11.0 2.13.0" $(PY) -m pytest -o faulthandler_timeout=3600 \
+	ZEROFX_TEST_TORCH="2.11.0 2.13.0" ZEROFX_DIST=dist $(PY) -m pytest -o faulthandler_timeout=3600 \
 		tests/tools/test_release.py
 
 clean:

@@ -1,7 +1,8 @@
 """The release: wheel and sdist have every file, and both work in an empty environment.
 
 `ZEROFX_TEST_TORCH="2.11.0 2.13.0"` (as `make release` sets it) names the versions of torch with
-which they are tried; by default it is the one in constraints.txt.
+which they are tried; by default it is the one in constraints.txt. Archives that work are left in
+`ZEROFX_DIST`, if it is set.
 """
 
 from __future__ import annotations
@@ -179,6 +180,10 @@ def test_wheel_and_sdist_work_alone(version: str, tmp_path: Path) -> None:
     ran(python, "-m", "pip", "uninstall", "-q", "-y", "zerofx", cwd=tmp_path)
     ran(*pip, "--no-deps", "--no-build-isolation", sdist, cwd=tmp_path)
     check_installed(venv, version, tmp_path)
+    if kept := os.environ.get("ZEROFX_DIST"):
+        (ROOT / kept).mkdir(exist_ok=True)
+        for archive_path in (wheel, sdist):
+            shutil.copy(archive_path, ROOT / kept)
 
 
 def check_installed(venv: Path, version: str, folder: Path) -> None:
