@@ -17,7 +17,8 @@ import zerofx
 from zerofx.analysis.memory.memory import memory, peak_bytes
 from zerofx.errors import BudgetError
 from zerofx.ir.program import Captured, Loop
-from zerofx.model.budget import ADDING
+from zerofx.ir.program import Pool as Slots
+from zerofx.model.budget import ADDING, warn_of_slots
 from zerofx.passes.decide import budget_for
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
@@ -123,13 +124,72 @@ def two_signatures(budget: int, sizes: tuple[int, int]) -> tuple[list[int], list
 
 
 def test_slots_of_a_second_program_are_counted(pool: Pool) -> None:
-    """The first is tight, and has one gather at a time; the second has room for more."""
+    """The first is tight, and has one gather at a time; the second has room for more.
+
+    Slots are numbered by their size, so that those of both match, and the first stays within the
+    budget.
+    """
     with pytest.raises(BudgetError) as refused:
         zerofx.rewrite(captured(4 * BATCH), {**AUTO, "memory_budget": 1}, 2)
     budget = refused.value.least_bytes
     alone = peak_bytes(zerofx.rewrite(captured(4 * BATCH), {**AUTO, "memory_budget": budget}, 2))
     for (before, behind), slots, told in pool.run(2, two_signatures, budget, (4 * BATCH, BATCH)):
-        assert before == alone <= budget < behind
-        [line] = told
-        assert f"({behind} bytes)" in line and "a later program" in line
-        assert len(slots) > 1
+        assert before == alone <= behind <= budget
+        assert not told and len(slots) > 1
+
+
+def test_slots_that_exceed_the_budget_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    program = zerofx.rewrite(captured(), {**AUTO, "memory_budget": enough(3, 2)}, 2)
+    warn_of_slots([program])
+    assert not caplog.records
+    program.pool = Slots((2**28, *program.slot_bytes[1:]))
+    warn_of_slots([program])
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"({peak_bytes(program)} bytes)" in line and "a later program" in line
+
+
+# -- gradients that are left over from a step -----------------------------------------------------
+def between() -> int:
+    """Return a budget for a forward beside gradients, but too small for a backward beside them."""
+    return int(0.985 * enough(3, 1, ADDING, LARGE))
+
+
+def stepped(how: str, budget: int) -> tuple[list[Loop], list[float]]:
+    """Train with zero_grad() before or behind the forward, or evaluate while gradients are held."""
+    torch.manual_seed(0)
+    model = zerofx.compile(MODELS["broad"](None), {**AUTO, "memory_budget": budget})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loops, losses = [], []
+    for _ in range(3):
+        if how != "behind":
+            optimizer.zero_grad()
+        loss = model(*batch(LARGE))
+        if how == "behind":
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        loops.append(model.programs[0].loop)
+        losses.append(float(loss))
+        if how == "evaluating":
+            with torch.no_grad():
+                model(*batch(LARGE))
+    return loops, losses
+
+
+@pytest.mark.parametrize("how", ["behind", "evaluating"])
+def test_gradients_of_a_step_that_has_ended_are_no_accumulation(how: str) -> None:
+    """Many loops call zero_grad() between forward and backward."""
+    loops, losses = stepped(how, between())
+    assert loops == [Loop(), Loop(), Loop()]
+    assert losses == stepped("before", between())[1]
+
+
+def test_gradients_that_are_never_dropped_are_added_to() -> None:
+    model = zerofx.compile(MODELS["broad"](None), {**AUTO, "memory_budget": between()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loops = []
+    for _ in range(3):
+        model(*batch(LARGE)).backward()
+        optimizer.step()
+        loops.append(model.programs[0].loop)
+    assert loops == [Loop(), Loop(), ADDING]

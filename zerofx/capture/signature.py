@@ -45,6 +45,10 @@ class Signature(NamedTuple):
     attributes: Reading
     entry: Entry = MODEL
 
+    @property
+    def takes_gradients(self) -> bool:
+        return bool(self.modes[0])
+
 
 def signature_key(state: ModelState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """Return the key of `model(*args, **kwargs)` under the present modes.

@@ -1,8 +1,12 @@
 """Budget of a model's programs: the training loop as observed after compilation, and shared slots.
 
 A budget is solved at a signature's first call. Two facts become known only later: that the loop
-accumulates, when a forward finds gradients of an earlier one, and that another program needs larger
-slots.
+accumulates, and that another program needs larger slots.
+
+A loop accumulates if a forward finds gradients of an earlier backward, unless an optimizer has
+stepped since: such a loop calls zero_grad() between forward and backward. Gradients then lie beside
+the forward alone. If the program exceeds its budget even so, or a backward finds them still, the
+loop counts as one that accumulates.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from itertools import zip_longest
 from zerofx.analysis.memory.memory import memory
 from zerofx.analysis.memory.micro import calls_of, loop_of
 from zerofx.analysis.memory.storage import forward_slots
-from zerofx.ir.program import Loop, Planned, Pool
+from zerofx.ir.program import FORWARD, Loop, Planned, Pool
 from zerofx.model.allocations import compiled_regions
 from zerofx.passes.decide import budget_bytes
 from zerofx.plan.plan import Plan
@@ -38,10 +42,29 @@ def loop_so_far(engine: Engine, known: Loop) -> Loop:
     return ADDING if known.accumulation > 1 or engine.store.grads.are_shown else known
 
 
+def are_left_over(engine: Engine, plan: Plan) -> bool:
+    """Return whether gradients that a forward finds are those of a step that has ended.
+
+    A call of a pipeline runs its backwards too, so that nothing can drop them in between.
+    """
+    gradients = engine.gradients
+    has_stepped = engine.store.ledger.steps_begun > gradients.steps_before
+    return has_stepped and not gradients.has_added and plan.parallel.pipeline == 1
+
+
 def fits(program: Planned) -> bool:
     """Return whether a training program stays within its budget in its loop."""
     budget = program.plan.memory_budget
     return budget is None or _peak_bytes(program) <= budget
+
+
+def fits_beside_gradients(program: Planned) -> bool:
+    """Return whether a forward stays within its budget while gradients of another step are held."""
+    budget = program.plan.memory_budget
+    if budget is None:
+        return True
+    found = memory(program, compiled=compiled_regions(program), accumulation=2)
+    return max(found.curve[: len(program.graph(FORWARD).nodes)]) <= budget
 
 
 def holds_in(program: Planned, calls: Loop) -> bool:

@@ -43,9 +43,11 @@ from zerofx.ir.verify import verify
 from zerofx.layout.tiers import Tier
 from zerofx.model.blame import Blame
 from zerofx.model.budget import (
+    are_left_over,
     can_accumulate,
     excess_bytes,
     fits,
+    fits_beside_gradients,
     holds_in,
     joined,
     loop_so_far,
@@ -105,6 +107,11 @@ class Bound:
         self._num_outputs = calling.out_spec.num_leaves
         self._is_single = calling.out_spec.is_leaf() and self._leaves == (0,)
         self._has_numbers = bool(names_in(calling.constants))
+
+    @functools.cached_property
+    def fits_beside_gradients(self) -> bool:
+        """Whether its forward meets the budget while gradients of another step are held."""
+        return fits_beside_gradients(self.program)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = _leaves(args, kwargs)
@@ -464,7 +471,7 @@ class ProgramTable:
         """Return the bound program of a call; compile it if the call is the first of its signature.
 
         Under a budget, a program is compiled again when the loop turns out to accumulate gradients
-        and the program would exceed the budget with them.
+        and the program would exceed the budget with them (see `budget`).
         """
         own, key = key, self._serving(key)
         if key in self._constants and self._constants[key].have_changed():
@@ -474,22 +481,35 @@ class ProgramTable:
             bound.last_use = next(self._uses)
             if not (self._watches and bound.program.is_training):
                 return bound
-        setting = self._setting
+        setting, is_beside = self._setting, False
         if self._watches:
-            setting = replace(setting, loop=loop_so_far(self._engine, setting.loop))
+            loop = loop_so_far(self._engine, setting.loop)
+            is_beside = loop != setting.loop and are_left_over(self._engine, setting.plan)
+            setting = replace(setting, loop=setting.loop if is_beside else loop)
         if bound is None or not self._holds(bound.program, setting.loop):
-            what = f"compiling {key[0].entry.describe(self._model)}"
-            with self._engine.world.busy(what), without_dispatch_modes():
-                try:
-                    bound = self.compile(key, args, kwargs, setting, own)
-                except BaseException as error:  # Ctrl-C and sys.exit too: others wait for this
-                    is_agreed_on = setting.plan.parallel.pipeline > 1  # later, by all stages
-                    if not (is_agreed_on and isinstance(error, BudgetError)):
-                        self._engine.world.report_failure(repr(error))
-                    raise
-            bound.last_use = next(self._uses)
-        self._setting = setting
+            bound = self._compiled(key, args, kwargs, setting, own)
+        if is_beside and bound.program.is_training and not bound.fits_beside_gradients:
+            setting = replace(setting, loop=loop)
+            if not self._holds(bound.program, loop):
+                bound = self._compiled(key, args, kwargs, setting, own)
+        bound.last_use = next(self._uses)
+        if bound.program.is_training:  # what an evaluation finds says nothing of the loop
+            self._setting = setting
         return bound
+
+    def _compiled(
+        self, key: Key, args: tuple[Any, ...], kwargs: dict[str, Any], setting: Setting, own: Key
+    ) -> Bound:
+        """Compile a call, and tell the other ranks of it."""
+        what = f"compiling {key[0].entry.describe(self._model)}"
+        with self._engine.world.busy(what), without_dispatch_modes():
+            try:
+                return self.compile(key, args, kwargs, setting, own)
+            except BaseException as error:  # Ctrl-C and sys.exit too: others wait for this
+                is_agreed_on = setting.plan.parallel.pipeline > 1  # later, by all stages
+                if not (is_agreed_on and isinstance(error, BudgetError)):
+                    self._engine.world.report_failure(repr(error))
+                raise
 
     def _serving(self, key: Key) -> Key:
         """Return the key of the program for a call: its own, or that of one for many sizes."""
@@ -626,8 +646,8 @@ class ProgramTable:
                 "%s needs more programs than Plan.max_programs = %d allows. The latest call "
                 "differs from the most similar one in %s. From now on, a further program replaces "
                 "the least recently used one, which is bound again when its call comes back. Let "
-                "what varies take few values (pad inputs to a few shapes), or raise max_programs.",
-                entry.describe(self._model), limit, varies,
+                "what varies take few values (pad inputs to a few shapes), or raise max_programs.%s",
+                entry.describe(self._model), limit, varies, _way_to_generate(key),
             )  # fmt: skip
         used = sorted(bound, key=lambda k: bound[k].last_use)
         self._give_up(*used[: len(used) - limit + 1])
@@ -770,10 +790,11 @@ class ProgramTable:
         assert self._lengths is not None, "no size varies under dynamic='off'"
         self._lengths.fix(key, call, symbols)
         log.warning(
-            "%s: %s cannot vary within one program (%s). Each value is compiled separately.",
+            "%s: %s cannot vary within one program (%s). Each value is compiled separately.%s",
             key[0].entry.describe(self._model),
             few([str(dim) for symbol in symbols for dim in symbol.dims]),
             str(why).partition("\n")[0] or type(why).__name__,
+            _way_to_generate(key),
         )
 
     def _planned(self, captured: Captured, setting: Setting) -> Planned:
@@ -914,6 +935,13 @@ class ProgramTable:
             path, _, key = name.rpartition(".")
             owners.append((name, own_buffers(self._model.get_submodule(path)), key))
         return lambda: {name: held[key] for name, held, key in owners}
+
+
+def _way_to_generate(key: Key) -> str:
+    """Return, for a call without gradients, how to run many lengths without a program for each."""
+    if key[0].takes_gradients:
+        return ""
+    return " To generate or to sample, call it within zerofx.whole(model), which compiles nothing."
 
 
 def _buckets(program: Planned, graph: str, test: Callable[[OpSpec], bool]) -> list[int]:

@@ -36,7 +36,9 @@ def assign(program: Planned) -> list[int]:
     """
     buffers = list(_buffers(program))
     slots = _best(program, buffers, _colourings(buffers))
-    slots.sort(key=lambda s: min(b.number for b in s.held))  # numbered in the order of first use
+    # The largest come first, so that those of several programs, which share them, match in size;
+    # among equal ones, that of the first use.
+    slots.sort(key=lambda s: (-s.nbytes, min(b.number for b in s.held)))
     for number, slot in enumerate(slots):
         for buffer in slot.held:
             _write(buffer, number)

@@ -9,7 +9,6 @@ layers are solved once. Every decision is a function of program, plan and hardwa
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -181,9 +180,9 @@ class _Attempt:
             return fits
 
     def _tight(self, choices: Choices) -> Choices | None:
-        """Return choices that fit only if every bucket stays gathered, or None."""
-        everything = replace(choices, spend_bytes=sys.maxsize)
-        return self._spending(choices) if self._peak(everything) <= self.budget else None
+        """Return choices that fit only if some buckets stay gathered, or None."""
+        lowest = replace(choices, spend_bytes=0)
+        return self._spending(choices) if self._peak(lowest) <= self.budget else None
 
     def _peak(self, choices: Choices) -> int:
         report = memory(self.trial(choices))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -18,6 +19,8 @@ from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
 from zerofx.plan.sizes import format_bytes
 
+SLOTS = 4  # slots, of the largest buckets, whose sizes are looked at
+
 
 @dataclass(frozen=True)
 class KeepGathered(Pass):
@@ -25,10 +28,10 @@ class KeepGathered(Pass):
 
     Buckets are taken from the last of forward to the first: backward needs the last ones soonest,
     so a kept byte is held for the shortest time. The peak is measured on the final order, slots
-    included. Without a budget nothing is kept.
+    included. Without a budget nothing is kept. A budget of 0 keeps the number with the lowest peak.
 
     Raises:
-        BudgetError: the budget is below the memory that the program needs with nothing kept.
+        BudgetError: the budget is below the memory that the program needs with any number kept.
     """
 
     name: ClassVar[str] = "keep-gathered"
@@ -50,22 +53,30 @@ class KeepGathered(Pass):
     def _how_many(self, program: Planned) -> int:
         """Return how many of the candidates fit.
 
-        Keeping all of them can need less memory than keeping none, since a bucket that stays
-        gathered needs no slot in backward.
+        Keeping more of them can need less memory, since a bucket that stays gathered needs no slot
+        in backward: once the largest are kept, slots are smaller.
         """
         assert self.budget_bytes is not None
-        fits, too_many = 0, len(_candidates(program))
-        if _peak_with(program, too_many) <= self.budget_bytes:
+        candidates = _candidates(program)
+        too_many = len(candidates)
+        if self.budget_bytes and _peak_with(program, too_many) <= self.budget_bytes:
             return too_many
-        if (least := _peak_with(program, 0)) > self.budget_bytes:
+        peaks = {count: _peak_with(program, count) for count in _turns(candidates)}
+        if not self.budget_bytes:
+            return min(peaks, key=lambda count: (peaks[count], -count))
+        within = [count for count, peak in peaks.items() if peak <= self.budget_bytes]
+        if not within:
+            least = min(peaks.values())
             raise BudgetError(
                 f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
                 f"per rank at stage {program.plan.stage} and world {program.world_size} with "
-                "nothing kept, optimizer states of AdamW included, but the budget is "
-                f"{format_bytes(self.budget_bytes)}. Raise the budget, shard more (stage, "
-                "ranks), or set activations='auto'.",
+                "as many buckets kept as need least, optimizer states of AdamW included, but the "
+                f"budget is {format_bytes(self.budget_bytes)}. Raise the budget, use more ranks, "
+                "or set activations='auto'.",
                 least,
             )
+        fits = max(within)
+        too_many = min((count for count in peaks if count > fits), default=too_many)
         while too_many - fits > 1:
             middle = (fits + too_many) // 2
             if _peak_with(program, middle) <= self.budget_bytes:
@@ -103,6 +114,16 @@ def _peak_with(program: Planned, count: int) -> int:
         _keep(trial, *pair)
     trial.slot_bytes = tuple(assign(trial))
     return peak_bytes(trial)
+
+
+def _turns(candidates: list[tuple[fx.Node, fx.Node]]) -> list[int]:
+    """Return the numbers of kept buckets at which the slots of the others can be smaller, and 0.
+
+    Between two of them, each bucket that is kept raises the peak.
+    """
+    sizes = [nbytes(value(forward)) for forward, _ in candidates]
+    needed = [sum(heapq.nlargest(SLOTS, sizes[i:])) for i in range(len(sizes) + 1)]
+    return [0, *(i for i in range(1, len(needed)) if needed[i] < needed[i - 1])]
 
 
 def _candidates(program: Planned) -> list[tuple[fx.Node, fx.Node]]:

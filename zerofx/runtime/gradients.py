@@ -109,7 +109,8 @@ class Gradients:
     parameter gets a gradient. leaves_sums: other backwards reduce what no_sync has summed, and this
     one gives nothing for. is_part: the end of the pipeline's call that it belongs to looks for
     overflows. asked: which get one otherwise; the p.grad of others stays as it is. lends: memory is
-    used again by later reductions.
+    used again by later reductions. has_added: a backward has found gradients of an earlier one.
+    steps_before: the steps of optimizers that had begun when the last backward ended.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class Gradients:
         self.asked = EVERYTHING
         self._anchors: dict[tuple[str, ...], Anchor] = {}
         self.lends = True
+        self.has_added = False
+        self.steps_before = 0
         self.scaler, self.away, self.updates = scaler, away, updates
         self.publish = self._publish  # called with a bucket and the names to publish
         self._arrived: set[str] = set()  # parameters with hooks that got a gradient in a backward

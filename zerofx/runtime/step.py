@@ -333,9 +333,12 @@ class Executable:
             gradients.updates.begin()
         if self.slots:
             engine.reserve(self.slots)
+        adds = engine.store.grads.are_shown
+        if not gradients.discards:
+            gradients.has_added |= adds
+            gradients.steps_before = engine.store.ledger.steps_begun
         state = (
-            f"no_sync={gradients.no_sync};inputs_only={gradients.discards};"
-            f"adds to gradients={engine.store.grads.are_shown}"
+            f"no_sync={gradients.no_sync};inputs_only={gradients.discards};adds to gradients={adds}"
         )
         if named:
             state += f";{'returned' if returns else 'accumulated'}={', '.join(named)}"

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
+import torch
 from oracle import differences, execute
 from oracle_cases import Choice, expected, make_state
 from passes_compact import before, final, order, run
+from torch import nn
 
+import zerofx
 from zerofx import ops
 from zerofx.analysis.memory.memory import peak_bytes
-from zerofx.errors import PlanError
+from zerofx.errors import BudgetError, PlanError
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import Planned
 from zerofx.passes.assign_slots import AssignSlots
@@ -81,3 +86,18 @@ def test_bits_stay(case: str) -> None:
     for extra in (1000, 1 << 20):
         after = run(before(case, FINE, NAME), KeepGathered(budget_bytes=tight + extra))
         assert not differences(expected(case, 2), execute([after] * 2, make_state(case, 2)))
+
+
+def test_the_least_budget_counts_slots_that_some_kept_buckets_spare() -> None:
+    """With neither none nor all of its buckets kept such a model needs least."""
+    widths = [16, 32, 64, 256, 1024, 1024, 512, 128, 32, 16]
+    layers = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in pairwise(widths)]
+    call = zerofx.capture(nn.Sequential(*layers), (torch.zeros(256, widths[0]),))
+    plan = {"stage": 3, "kernels": "aten", "activations": "auto"}
+    with pytest.raises(BudgetError) as refused:
+        zerofx.rewrite(call, {**plan, "memory_budget": 1}, 2)
+    least = refused.value.least_bytes
+    for factor in (1.0, 1.01, 1.05):
+        budget = int(factor * least)
+        found = peak_bytes(zerofx.rewrite(call, {**plan, "memory_budget": budget}, 2))
+        assert 0.998 * least <= found <= budget

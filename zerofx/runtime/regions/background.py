@@ -59,8 +59,9 @@ class Batch:
         self.label, self.units = label, units
         self.jobs: list[RegionJob] = []
         self.progress = Progress(
-            label, total, "at low priority: steps run on ATen until all are compiled"
-        )
+            label, total, "at low priority: steps run on ATen until all are compiled "
+            "(kernels='aten' compiles nothing)",
+        )  # fmt: skip
         self._has_warned = False
 
     @property

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from types import TracebackType
+from typing import ClassVar
 
 from zerofx.comm.meeting import from_environment
 
@@ -29,8 +30,12 @@ def say(text: str) -> None:
 class Progress:
     """Counts regions as they are compiled; a thread tells how many while that takes long.
 
+    Of several at a time, only the one that began first is told of, with the number of the others.
+
     what: whose regions they are. meanwhile: what goes on until all are there, told once.
     """
+
+    _running: ClassVar[list[Progress]] = []  # in the order in which they began
 
     def __init__(self, what: str, total: int, meanwhile: str = "") -> None:
         self.what, self.total = what, total
@@ -56,6 +61,7 @@ class Progress:
     def begin(self) -> None:
         """Start to tell; the first line comes after `FIRST_S` seconds."""
         self._began = time.monotonic()
+        self._running.append(self)
         self._thread.start()
 
     def count(self, how: str) -> None:
@@ -69,6 +75,7 @@ class Progress:
         if self._ended.is_set() or not self._thread.is_alive():
             return
         self._ended.set()
+        self._running.remove(self)
         self._thread.join()
         if self._has_said and say_so:
             say(f"compiled {self}")
@@ -84,6 +91,10 @@ class Progress:
     def _run(self) -> None:
         wait_s, following_s = FIRST_S, NEXT_S
         while not self._ended.wait(wait_s):
-            say(f"compiling {self}{'' if self._has_said else self._meanwhile}")
-            self._has_said = True
+            if self._running[:1] == [self]:
+                others = len(self._running) - 1
+                noun = "program" if others == 1 else "programs"
+                more = f"; {others} more {noun} to compile" if others else ""
+                say(f"compiling {self}{'' if self._has_said else self._meanwhile}{more}")
+                self._has_said = True
             wait_s, following_s = following_s, min(MOST_S, following_s * 2)
