@@ -14,6 +14,7 @@ from torch import nn
 
 import zerofx
 from zerofx.comm import world as worlds
+from zerofx.comm.differences import IF_RANK_0
 from zerofx.errors import DesyncError
 
 PLAN = {"stage": 3, "kernels": "aten", "bucket_bytes": 4096}
@@ -229,6 +230,8 @@ def test_a_rank_that_trains_differently_is_named(pool: Pool, per_host: int | Non
             assert message.startswith("rank 1 is about to run"), (body.__name__, message)
             assert odd in f"{mine} " and common in theirs, (body.__name__, message)
             assert rule in message.rpartition(". Every rank must ")[2], (body.__name__, message)
+            is_alone = body in (clipped_on_one_rank, in_eval_mode_on_one_rank)
+            assert message.endswith(IF_RANK_0) == is_alone, (body.__name__, message)
 
 
 def what_may_differ() -> list[str]:

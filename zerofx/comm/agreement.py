@@ -29,7 +29,7 @@ from zerofx.comm.board import (
     MemoryBoard,
     entry_key,
 )
-from zerofx.comm.differences import describe_difference, describe_graphs
+from zerofx.comm.differences import IF_RANK_0, describe_difference, describe_graphs
 from zerofx.comm.flight_recorder import FlightRecorder
 from zerofx.comm.hosts import Break, HostLink
 from zerofx.comm.meeting import store_errors
@@ -46,6 +46,7 @@ _WELL, _UNWELL = "well", "not well"  # the digests of `all_well`
 _LETTER_NAP_S = (2e-3, 0.2)  # first and longest sleep between looks for letters
 _BEAT_S = 0.25  # how often a busy rank gives a sign of life on the board
 _POST_S = 2.0  # how often it gives one to the other hosts
+ENDED = "its process ended, or its model was deleted"  # why a rank left, if it had no error
 _AFTER_A_BREAK = "the call before=broken off;"  # in the digest of the next call
 
 
@@ -353,7 +354,12 @@ class Agreement:
             lost = f"{late()} did not arrive within {self.timeout_s:g} s (ZEROFX_TIMEOUT_S)"
             if stopped := self.stopped():
                 lost += f". {stopped}"
-            rule = " Every rank must make as many calls, and use several models in the same order."
+            rule = (
+                " Every rank must make as many calls, and use several models in the same order. "
+                f"{IF_RANK_0}"
+            )
+        elif lost is not None and lost.endswith(f"has left ({ENDED})"):
+            rule = f" {IF_RANK_0}"
         if lost is not None:
             here = f"{self.name(self.rank)} is about to run {self.what} (call {self.call})."
             raise self.fail(f"{as_sentence(lost)} {here[0].upper()}{here[1:]}{rule}")

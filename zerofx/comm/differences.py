@@ -158,6 +158,10 @@ _RULES = {
     "layout": "Every rank must be given the same plan and machine.",
     "buckets to gather again": "Every rank must write to parameters, load and refresh() alike.",
 }
+IF_RANK_0 = (
+    "The usual cause is code under `if rank == 0:`: let all ranks run it, and rank 0 alone print "
+    "and write files."
+)
 _SAME_CALLS = "Every rank must make the same calls in the same order, with the same model and plan."
 _OF_A_STEP = frozenset({"forward", "backward", "inference"})
 
@@ -168,10 +172,15 @@ def _rule(whats: list[str], names: list[str]) -> str:
         fits = (rule for begin, rule in _RULES.items() if any(n.startswith(begin) for n in names))
         is_compile = whats[0].startswith("zerofx.compile")  # then it is an option of the optimizer
         return next(fits, _RULES["optimizer"] if is_compile else _SAME_CALLS)
+    if {what.partition(" of ")[0] for what in whats} == {"zerofx.compile"}:
+        return "Every rank must compile the same model."
+    return f"{_same_calls(whats)} {IF_RANK_0}"
+
+
+def _same_calls(whats: list[str]) -> str:
+    """Return what ranks that make different calls must have in common."""
     kinds = {what.partition(" of ")[0] for what in whats}
     apart = [what for what in whats if what.partition(" of ")[0] not in _OF_A_STEP]
-    if kinds == {"zerofx.compile"}:
-        return "Every rank must compile the same model."
     if kinds == {"forward", "inference"}:
         return (
             "Every rank must call the same model or copy of it, in the same mode (train() or "

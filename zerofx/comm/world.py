@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerofx.comm import groups
-from zerofx.comm.agreement import Agreement, Letters, StepLog
+from zerofx.comm.agreement import ENDED, Agreement, Letters, StepLog
 from zerofx.comm.board import NO_GRAPH
 from zerofx.comm.collectives import COUNTED, Axis, Lane, Traffic, Work
 from zerofx.comm.gloo import Algorithm, always_direct
@@ -441,5 +441,5 @@ def _say_goodbye(agreement: Agreement) -> None:
         agreement.leave(reason)
         agreement.record.end(reason, not isinstance(error, DesyncError), error)
     else:
-        agreement.leave("its process ended, or its model was deleted")
+        agreement.leave(ENDED)
     agreement.record.close()

@@ -15,7 +15,7 @@ import pytest
 from zerofx.comm import board
 from zerofx.comm.agreement import Agreement
 from zerofx.comm.board import FAILED, LEFT, PRESENT, ROW_BYTES, Entry, MemoryBoard
-from zerofx.comm.differences import describe_difference
+from zerofx.comm.differences import IF_RANK_0, describe_difference
 from zerofx.errors import DesyncError
 
 LONG = "; ".join(f"blocks.{i}.weight=f32[1024, 1024]" for i in range(500))
@@ -129,5 +129,21 @@ def test_differences_name_the_items_that_differ() -> None:
         "ranks 10, 11 are about to run save (call 4) "
         "while ranks 0, 1, 2, 3, 4, 5, 6, ... (9 in all) run forward of program 3fa2 with "
         "torch=2.13.0. Every rank must run save at the same point of the loop, also if only one "
-        "rank uses the result."
+        "rank uses the result. The usual cause is code under `if rank == 0:`: let all ranks run "
+        "it, and rank 0 alone print and write files."
     )
+
+
+@pytest.mark.parametrize(
+    "alone", ["inference of GPT", "forward of GPT", "backward of GPT", "save", "clip_grad_norm_"]
+)
+def test_what_one_rank_does_alone_has_its_usual_cause(alone: str) -> None:
+    calls = ["forward of GPT", "backward of GPT", "inference of GPT", "save", "state_dict"]
+    for others in sorted({*calls} - {alone}):
+        told = describe_difference({Entry(4, alone, ""): [0], Entry(4, others, ""): [1, 2]}, 4)
+        assert told.endswith(IF_RANK_0) == (alone != others)
+    two_models = {
+        Entry(1, "zerofx.compile of A", ""): [0],
+        Entry(1, "zerofx.compile of B", ""): [1],
+    }
+    assert IF_RANK_0 not in describe_difference(two_models, 1)
