@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,13 @@ from pool import Died, Pool
 from typer.testing import CliRunner
 
 from zerofx.comm import flight_recorder
+from zerofx.comm.board import Entry
+from zerofx.comm.differences import IF_RANK_0, STUCK, describe_difference
 from zerofx.comm.flight_recorder import EVENT_BYTES, HEAD_BYTES, NUM_EVENTS, REASON_BYTES, recorder
 from zerofx.comm.world import World
 from zerofx.errors import DesyncError, DoctorError
 from zerofx.tools.cli import app
-from zerofx.tools.postmortem import postmortem, read_record
+from zerofx.tools.postmortem import _INSIDE, postmortem, read_record
 
 LABEL = "all-gather of bucket 3 (blocks.0: w, b)"
 
@@ -110,6 +113,107 @@ def test_an_exception_of_the_users_is_told(tmp_path: Path) -> None:
         app, ["doctor", "--postmortem", str(tmp_path / "records"), "--json"]
     )
     assert json.loads(as_json.output)["worlds"][0]["suspects"] == [1]
+
+
+SAVES_ALONE = """
+import torch, zerofx
+model = zerofx.compile(torch.nn.Linear(4, 4), zerofx.Plan(stage=3, kernels="aten"))
+for number in range(3):
+    if number == 2 and model.zerofx.world.rank == 0:
+        model.state_dict()
+    model(torch.ones(2, 4)).sum().backward()
+"""
+
+
+@pytest.mark.slow
+def test_what_one_rank_did_alone_is_told_with_both_lines(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SAVES_ALONE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "ZEROFX_FLIGHT_DIR": str(tmp_path / "records")}
+    subprocess.run([*command, str(script)], env=environment, capture_output=True, timeout=120)
+    (world,) = postmortem(tmp_path / "records").worlds
+    assert world.verdict.startswith("rank 1 is about to run forward of Linear (call 6) while rank")
+    assert "if rank == 0" in world.verdict and f"ank 1 was at {script}:7" in world.verdict
+
+
+def raised(how: Callable[[], None]) -> DesyncError:
+    """Raise a difference below a line of `how`."""
+    try:
+        how()
+    except DesyncError as error:
+        return error
+    raise AssertionError
+
+
+def differs() -> None:
+    groups = {Entry(6, "state_dict", ""): [0], Entry(6, "forward of GPT", ""): [1]}
+    raise DesyncError(describe_difference(groups, 6))
+
+
+def saves() -> None:
+    differs()
+
+
+def trains() -> None:
+    differs()
+
+
+@pytest.mark.parametrize("is_killed", [False, True], ids=["both raise", "one is killed meanwhile"])
+def test_ranks_that_differ_are_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_killed: bool
+) -> None:
+    monkeypatch.setenv("ZEROFX_FLIGHT_DIR", str(tmp_path))
+    for rank, how in enumerate((saves, trains)):
+        record = recorder("20260101-000000-1", "1", rank, [0, 1])
+        record.note(6, 0, "state_dict" if how is saves else "forward of GPT")
+        if rank == 0 and is_killed:  # by a launcher
+            assert record.path is not None
+            data = record.path.read_bytes()
+            own = f'"process": {os.getpid()}'.encode()
+            gone = b'"process": 1'.ljust(len(own))
+            record.path.write_bytes(data.replace(own, gone, 1))
+            continue
+        error = raised(how)
+        record.end(f"it ended with DesyncError: {error}", False, error)
+        record.close()
+    (world,) = postmortem(tmp_path).worlds
+    begins = "rank 1 is about to run forward of GPT (call 6) while rank 0 runs state_dict. Every"
+    assert world.verdict.startswith(begins) and IF_RANK_0 in world.verdict
+    assert f"{__file__}:{trains.__code__.co_firstlineno + 1} trains" in str(world)
+    if is_killed:
+        assert world.records[0].state == "vanished"
+        return
+    assert world.suspects == []
+    for rank, how in enumerate((saves, trains)):
+        line = f"{__file__}:{how.__code__.co_firstlineno + 1} {how.__name__}"
+        assert f"ank {rank} was at {line}" in world.verdict
+
+
+@pytest.mark.parametrize(
+    ("reason", "verdict"),
+    [
+        (f"every rank has launched it, but {STUCK}.", "Check the network."),
+        ("it ended with DesyncError: the store does not answer", "the store does not answer."),
+    ],
+)
+def test_what_all_ranks_gave_up_on_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, verdict: str
+) -> None:
+    monkeypatch.setenv("ZEROFX_FLIGHT_DIR", str(tmp_path))
+    for rank in (0, 1):
+        record = recorder("20260101-000000-1", "1", rank, [0, 1])
+        record.note(6, 3, LABEL)
+        record.end(reason, is_own=False)
+        record.close()
+    (world,) = postmortem(tmp_path).worlds
+    assert world.verdict.endswith(verdict)
+
+
+def test_lines_of_scripts_in_a_clone_are_shown() -> None:
+    ours = "/root/zerofx/zerofx/api.py:3 run", "/x/site-packages/torch/nn/module.py:4 call"
+    theirs = "/root/zerofx/examples/train.py:7 main", "/root/pytorch-fork/run.py:1 main"
+    assert [line for line in (*ours, *theirs) if not _INSIDE.search(line)] == [*theirs]
 
 
 # -- the file --------------------------------------------------------------------------------------

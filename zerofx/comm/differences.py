@@ -11,6 +11,7 @@ from zerofx.comm.board import Entry
 Published = Callable[[str], list[str]]
 """Returns the lines that a rank has published under a digest; none if it has published nothing."""
 
+STUCK = "the transfer did not finish"  # of ranks that do the same, as the watchdog says it
 _NO_LINES: list[str] = []
 
 
@@ -39,6 +40,11 @@ def describe_difference(
     if theirs is not None:
         last += f" with {_shown(theirs)}"
     return f"{', '.join(parts)} while {last}. {_rule([e.what for e in groups], names)}"
+
+
+def is_difference(text: str) -> bool:
+    """Return whether a text is that of an error for ranks that differ."""
+    return re.match(r"ranks? \d[\d, .]*(\(\d+ in all\) )?(is|are) about to run ", text) is not None
 
 
 NONE_OF_ITS_OWN = "no operator of its own"

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from zerofx.comm.agreement import Agreement
-from zerofx.comm.differences import name_ranks
+from zerofx.comm.differences import STUCK, name_ranks
 from zerofx.errors import DesyncError, as_sentence
 
 log = logging.getLogger("zerofx")
@@ -140,9 +140,7 @@ class Watchdog(ABC):
         absent = [rank for rank, count in launched.items() if count < number]
         stopped = agreement.stopped()
         if not absent:
-            return "every rank has launched it, but the transfer did not finish" + (
-                f": {stopped}" if stopped else ""
-            )
+            return f"every rank has launched it, but {STUCK}" + (f": {stopped}" if stopped else "")
         places = "" if len(absent) > 8 else ", ".join(agreement.name(rank) for rank in absent)
         verb = "has" if len(absent) == 1 else "have"
         return f"{places or name_ranks(absent, '', '').strip()} {verb} not arrived" + (

@@ -13,7 +13,7 @@ from typing import Any
 
 from zerofx import schema
 from zerofx.comm.board import process_started
-from zerofx.comm.differences import name_ranks
+from zerofx.comm.differences import STUCK, is_difference, name_ranks
 from zerofx.comm.flight_recorder import (
     EVENT_BYTES,
     FORMAT,
@@ -26,6 +26,9 @@ from zerofx.errors import DoctorError, as_sentence
 _MOST_BYTES = HEAD_BYTES + REASON_BYTES + NUM_EVENTS * EVENT_BYTES
 _SHOWN_EVENTS, _SHOWN_FRAMES = 4, 6
 _RAISED, _GAVE_UP, _RUNS, _VANISHED = "raised", "gave up on another", "still runs", "vanished"
+_DIFFERED = "it ended with DesyncError: "  # as the rank that raised it wrote it
+_OURS = "|".join(sorted(path.stem for path in Path(__file__).parents[1].iterdir()))
+_INSIDE = re.compile(rf"/torch/[^ ]*\.py:|/zerofx/({_OURS})[/.]")  # a clone has other folders too
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,11 @@ class FlightRecord:
     @property
     def name(self) -> str:
         return f"rank {self.rank} (process {self.process} on {self.host})"
+
+    @property
+    def first_line(self) -> str:
+        """The first line of the reason."""
+        return self.reason.partition("\n")[0]
 
     @property
     def last(self) -> str:
@@ -197,8 +205,21 @@ class WorldReport:
         return []
 
     @property
+    def difference(self) -> str:
+        """What ranks did that others did not, as they compared it; "" if they found nothing."""
+        if any(r.state == _RAISED for r in self.records):  # which made it differ
+            return ""
+        for r in sorted(self.records, key=lambda r: r.at):
+            said = r.first_line.removeprefix(_DIFFERED)
+            if r.reason.startswith(_DIFFERED) and is_difference(said):
+                return said
+        return ""
+
+    @property
     def verdict(self) -> str:
         """The cause of the failure in a few sentences."""
+        if self.difference:
+            return f"{as_sentence(self.difference)}{_lines_of(self.records)}"
         if self.missing and not any(r.state == _RAISED for r in self.records):
             lacks = name_ranks(self.missing, "has", "have")
             return (
@@ -207,6 +228,9 @@ class WorldReport:
             )
         suspects = self.suspects
         if not suspects:
+            if said := [r for r in self.records if r.reason and STUCK not in r.reason]:
+                first = min(said, key=lambda r: r.at)
+                return f"{first.name}: {as_sentence(first.first_line)}"
             return (
                 "All ranks had reached the same collective, and its transfer did not finish. "
                 "Check the network."
@@ -214,8 +238,8 @@ class WorldReport:
         first = suspects[0]
         names = " and ".join(r.name for r in suspects[:4])
         if first.state == _RAISED:
-            reason = first.reason.partition("\n")[0].rstrip(".")
-            return f"{names}: {reason}. The others waited for it."
+            reason = first.first_line.rstrip(".")
+            return f"{names}: {reason}. The others waited for it.{_lines_of(suspects)}"
         if first.state == _VANISHED:
             return (
                 f"{names} ended without an error: killed from outside (SIGKILL, or SIGTERM by a "
@@ -252,10 +276,30 @@ class WorldReport:
 
 
 def _main_stack(record: FlightRecord) -> list[str]:
-    """Return the innermost lines of the main thread outside torch and zerofx."""
+    """Return the innermost lines of a script; those of torch and zerofx if there are no others."""
     stack = next(iter(record.stacks.values()), [])
-    theirs = [line for line in stack if not re.search(r"/(torch|zerofx)/[^ ]*\.py:", line)]
-    return (theirs or stack)[-_SHOWN_FRAMES:]
+    return (_script_lines(record) or stack)[-_SHOWN_FRAMES:]
+
+
+def _script_lines(record: FlightRecord) -> list[str]:
+    """Return the lines of the main thread outside torch and zerofx, the innermost last."""
+    stack = next(iter(record.stacks.values()), [])
+    return [line for line in stack if not _INSIDE.search(line)]
+
+
+def _lines_of(records: Sequence[FlightRecord]) -> str:
+    """Return a sentence with the line of each rank: the outermost in which their stacks differ."""
+    stacks = {r.rank: lines for r in records if (lines := _script_lines(r))}
+    if not stacks:
+        return ""
+    levels = [set(level) for level in zip(*stacks.values(), strict=False)]
+    depth = next((i for i, lines in enumerate(levels) if len(lines) > 1), -1)
+    ranks: dict[str, list[int]] = {}
+    for rank, lines in stacks.items():
+        ranks.setdefault(lines[depth], []).append(rank)
+    places = (f"{name_ranks(at, 'was', 'were')} at {line}" for line, at in ranks.items())
+    said = ", ".join(places)
+    return f" {said[0].upper()}{said[1:]}."
 
 
 @dataclass(frozen=True)

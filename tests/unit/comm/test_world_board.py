@@ -15,7 +15,7 @@ import pytest
 from zerofx.comm import board
 from zerofx.comm.agreement import Agreement
 from zerofx.comm.board import FAILED, LEFT, PRESENT, ROW_BYTES, Entry, MemoryBoard
-from zerofx.comm.differences import IF_RANK_0, describe_difference
+from zerofx.comm.differences import IF_RANK_0, describe_difference, is_difference
 from zerofx.errors import DesyncError
 
 LONG = "; ".join(f"blocks.{i}.weight=f32[1024, 1024]" for i in range(500))
@@ -141,6 +141,7 @@ def test_what_one_rank_does_alone_has_its_usual_cause(alone: str) -> None:
     calls = ["forward of GPT", "backward of GPT", "inference of GPT", "save", "state_dict"]
     for others in sorted({*calls} - {alone}):
         told = describe_difference({Entry(4, alone, ""): [0], Entry(4, others, ""): [1, 2]}, 4)
+        assert is_difference(told)
         assert told.endswith(IF_RANK_0) == (alone != others)
     two_models = {
         Entry(1, "zerofx.compile of A", ""): [0],
