@@ -12,6 +12,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from zerofx.process import paused_collector
+from zerofx.versions import check_torch
 
 if TYPE_CHECKING:
     from zerofx import capture as capture
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from zerofx.tools.search import search as search
 
 __version__ = "0.1.0"
+
+if sys.argv[1:] != ["--version"]:  # of the command line, which tells the versions of both
+    check_torch(__version__)
 
 _HOME = {
     "compile": "zerofx.api",

@@ -31,6 +31,10 @@ class ArgumentError(ZerofxError, TypeError):
     """A zerofx function was given an argument that is unknown, misplaced, or of a wrong type."""
 
 
+class TorchVersionError(ZerofxError, ImportError):
+    """The installed torch is older than the ones that zerofx supports."""
+
+
 class UnpricedError(PlanError):
     """A hardware description lacks a figure that is needed to predict the time of a schedule."""
 

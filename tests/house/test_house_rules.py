@@ -78,6 +78,7 @@ ONE_IMPORTER = {
     "zerofx.ops.slots": "a family of ops",
     "zerofx.analysis.recompute.solve": "an algorithm by itself, with its source",
     "zerofx.optim.lion": "one module per optimizer",
+    "zerofx.versions": "its importer is the face, which only names things",
 }
 
 # Modules in the folders that hold more than FOLDER_LIMIT.

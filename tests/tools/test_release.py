@@ -19,6 +19,8 @@ from pathlib import Path
 import pytest
 
 import zerofx
+from zerofx import versions
+from zerofx.errors import TorchVersionError
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text("utf-8")
@@ -115,10 +117,64 @@ def test_the_range_of_torch_is_the_one_that_the_readme_names() -> None:
     low, beyond = re.findall(r'"torch>=2\.(\d+),<2\.(\d+)"', PYPROJECT)[0]
     high = int(beyond) - 1
     assert f"torch 2.{low} to 2.{high}" in (ROOT / "README.md").read_text("utf-8")
+    assert (f"2.{low}", f"2.{beyond}") == (versions.LEAST, versions.BELOW)
     assert PINNED.startswith(f"2.{high}.")
     tried = re.search(r'ZEROFX_TEST_TORCH="(\S+) (\S+)"', (ROOT / "Makefile").read_text("utf-8"))
     assert tried is not None
     assert tried[1].startswith(f"2.{low}.") and tried[2] == PINNED
+
+
+@pytest.mark.parametrize(
+    ("torch", "said"),
+    [
+        ("2.10.1", "refused"),
+        ("1.13.0+cu117", "refused"),
+        ("2.9.0.dev20250901+cpu", "refused"),
+        ("2.11.0", ""),
+        ("2.11.0a0+git123abc", ""),
+        ("2.13.0+cpu", ""),
+        ("2.14.0", "warned"),
+        ("2.14.0.dev20260901+cu128", "warned"),
+        ("3.0.0", "warned"),
+        ("unknown", ""),
+        ("", ""),
+    ],
+)
+def test_a_torch_outside_the_range_is_told(
+    torch: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "_installed", lambda: torch)
+    if said == "refused":
+        with pytest.raises(TorchVersionError, match="pip install 'torch>=") as refused:
+            versions.check_torch("0.1.0")
+        assert f"torch {torch} is too old for zerofx 0.1.0" in str(refused.value)
+        return
+    versions.check_torch("0.1.0")
+    assert len(caplog.messages) == (said == "warned")
+    for message in caplog.messages:
+        assert f"torch {torch} is newer than what zerofx 0.1.0 supports" in message
+        assert message.endswith(f"pip install 'torch>={versions.LEAST},<{versions.BELOW}'.")
+
+
+@pytest.mark.parametrize("installed", ["2.10.0", "2.14.0.dev20260901+cpu"])
+def test_the_import_checks_torch(installed: str, tmp_path: Path) -> None:
+    """Its version is read from its metadata, so that nothing has to be imported."""
+    folder = tmp_path / f"torch-{installed}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {installed}\n")
+    env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+
+    def run(*argv: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, *argv], env=env, capture_output=True, text=True)
+
+    done = run("-c", "import zerofx, zerofx.errors")
+    assert done.stderr.count(f"torch {installed} is ") == 1
+    assert (
+        (done.returncode != 0) == ("TorchVersionError" in done.stderr) == ("too old" in done.stderr)
+    )
+    assert ("too old" in done.stderr) == (installed == "2.10.0")
+    told = run("-m", "zerofx", "--version")
+    assert told.returncode == 0 and f"torch {installed}," in told.stdout
 
 
 def test_each_integration_has_an_extra() -> None:
