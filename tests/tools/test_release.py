@@ -210,6 +210,24 @@ def constrained(version: str, folder: Path) -> Path:
     return path
 
 
+def test_an_editable_install_is_found_from_the_folder_of_the_clone(tmp_path: Path) -> None:
+    """There the clone is a folder of the same name, which Python finds before any finder."""
+    clone, site = tmp_path / "zerofx", tmp_path / "site"
+    shutil.copytree(ROOT / "zerofx", clone / "zerofx", ignore=IGNORED)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, clone)
+    site.mkdir()
+    build = "from setuptools import build_meta; print(build_meta.build_editable('../site'))"
+    ran(sys.executable, "-W", "ignore", "-c", build, cwd=clone)
+    (wheel,) = site.glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(site)
+    there = f"import site, sys; sys.path.insert(0, ''); site.addsitedir({str(site)!r})"
+    found = "import zerofx; print(zerofx.__file__)"
+    said = ran(sys.executable, "-I", "-S", "-c", f"{there}; {found}", cwd=tmp_path)
+    assert said.strip() == str(clone / "zerofx" / "__init__.py")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("version", TORCH)
 def test_wheel_and_sdist_work_alone(version: str, tmp_path: Path) -> None:
