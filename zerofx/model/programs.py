@@ -646,7 +646,8 @@ class ProgramTable:
                 "%s needs more programs than Plan.max_programs = %d allows. The latest call "
                 "differs from the most similar one in %s. From now on, a further program replaces "
                 "the least recently used one, which is bound again when its call comes back. Let "
-                "what varies take few values (pad inputs to a few shapes), or raise max_programs.%s",
+                "what varies take few values (pad inputs to a few shapes), or raise "
+                "max_programs.%s",
                 entry.describe(self._model), limit, varies, _way_to_generate(key),
             )  # fmt: skip
         used = sorted(bound, key=lambda k: bound[k].last_use)

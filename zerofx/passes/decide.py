@@ -217,12 +217,32 @@ def _infeasible(program: Planned, plan: Plan, least: Memory) -> BudgetError:
         who = f"pipeline stage {stage.position} of {who}"
     if program.loop.accumulation > 1:
         how += ", gradients of earlier micro-batches held"
-    more = "" if plan.activations in ("auto", "recompute") else ", set activations='auto'"
     return BudgetError(
         f"memory_budget: {who} needs {format_bytes(needed)} "
         f"({needed} bytes) per rank at stage {plan.stage} {how}, optimizer states of AdamW "
         f"included, but the budget is {format_bytes(plan.memory_budget)}. The "
-        f"largest holders at that peak are {names}. Raise the budget to that value, "
-        f"shard more (stage, ranks){more}.",
+        f"largest holders at that peak are {names}. {ways_out(program, plan)}.",
         needed,
     )
+
+
+def ways_out(program: Planned, plan: Plan) -> str:
+    """Return what helps a program that exceeds the budget, as a sentence without its full stop."""
+    ways = ["raise the budget to that value"]
+    if plan.activations not in ("auto", "recompute"):
+        ways.append("set activations='auto'")
+    if plan.stage == 0:  # which replicates everything, on any number of ranks
+        ways.append("use a stage from 1 to 3 on several ranks")
+    else:
+        if plan.stage < 3:
+            ways.append("use a higher stage (at most 3)")
+        ways.append("use more ranks")
+        if plan.offload.optimizer == "none":
+            ways.append("keep optimizer states on the host (offload={'optimizer': 'cpu'})")
+    first = (
+        "If the loop does not accumulate, call optimizer.zero_grad() before the forward. Otherwise "
+        if program.loop.accumulation > 1
+        else ""
+    )
+    text = first + (f"{', '.join(ways[:-1])}, or {ways[-1]}" if ways[1:] else ways[0])
+    return text[0].upper() + text[1:]

@@ -17,6 +17,7 @@ from zerofx.ir.program import BACKWARD, FORWARD, Decision, Planned
 from zerofx.ir.spec import Kind, kind_of, launch_of, spec_of, wait_for
 from zerofx.passes.base import Fact, Pass, Report
 from zerofx.passes.colouring import assign
+from zerofx.passes.decide import ways_out
 from zerofx.plan.sizes import format_bytes
 
 SLOTS = 4  # slots, of the largest buckets, whose sizes are looked at
@@ -71,8 +72,7 @@ class KeepGathered(Pass):
                 f"memory_budget: {program.model_name} needs {format_bytes(least)} ({least} bytes) "
                 f"per rank at stage {program.plan.stage} and world {program.world_size} with "
                 "as many buckets kept as need least, optimizer states of AdamW included, but the "
-                f"budget is {format_bytes(self.budget_bytes)}. Raise the budget, use more ranks, "
-                "or set activations='auto'.",
+                f"budget is {format_bytes(self.budget_bytes)}. {ways_out(program, program.plan)}.",
                 least,
             )
         fits = max(within)

@@ -214,6 +214,38 @@ def test_every_budget_down_to_the_least_is_met() -> None:
         planned(program, activations="auto", memory_budget=least - 1)
 
 
+@pytest.mark.parametrize(
+    ("accumulation", "plan", "advice"),
+    [
+        (1, {"stage": 3}, "use more ranks, or keep optimizer states on the host (OFFLOAD)"),
+        (
+            1, {"stage": 1},
+            "use a higher stage (at most 3), use more ranks, or keep optimizer states on the host "
+            "(OFFLOAD)",
+        ),
+        (1, {"stage": 3, "offload": {"optimizer": "cpu"}}, "or use more ranks"),
+        (1, {"stage": 0}, "or use a stage from 1 to 3 on several ranks"),
+        (2, {"stage": 3}, "use more ranks, or keep optimizer states on the host (OFFLOAD)"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_the_advice_fits_the_plan(
+    accumulation: int, plan: dict[str, Any], advice: str, activations: str
+) -> None:
+    fields = {"activations": activations, "memory_budget": 1, "kernels": "aten", **plan}
+    with pytest.raises(BudgetError) as refused:
+        zerofx.rewrite(gpt(1), fields, 2, accumulation=accumulation)
+    found = str(refused.value)
+    more = "" if activations == "auto" else "set activations='auto', "
+    advice = advice.replace("OFFLOAD", "offload={'optimizer': 'cpu'}")
+    advice = f"raise the budget to that value, {more}{advice}."
+    if accumulation > 1:
+        first = "If the loop does not accumulate, call optimizer.zero_grad() before the forward."
+        assert found.endswith(f" {first} Otherwise {advice}")
+    else:
+        assert found.endswith(f". R{advice[1:]}")
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_activations_may_leave_for_the_host(device: str) -> None:
     """Where the plan has a host tier the solver uses it, where it is quicker, within its budget."""
