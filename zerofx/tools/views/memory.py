@@ -41,6 +41,7 @@ class MemoryView:
     optimizer_bytes: int
     basis: str
     decisions: tuple[Decision, ...] = ()
+    assumed: str = ""
 
     @property
     def peak_bytes(self) -> int:
@@ -62,7 +63,7 @@ class MemoryView:
         report = self.memory
         held, lasting = report.by_category(report.peak_time), report.lasting()
         lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} per rank"]
-        lines += [f"at {self._place()}", self.basis, ""]
+        lines += [f"at {self._place()}", self.basis, *([self.assumed] if self.assumed else []), ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
         longest = room(BAR, 60, 0)
         for category, nbytes in held.items():
@@ -243,8 +244,12 @@ def shown(
         said += f"; until step() the loop holds {'all results' if keeps_results else 'the loss'}"
     if report.micro.packs_apart:
         said += f"; {report.micro}"
-    heading = title(program, basis)
-    return MemoryView(heading, report, sent, optimizer_bytes, said, program.planned().decisions)
+    heading, decisions = title(program, basis), program.planned().decisions
+    states = f"{optimizer_bytes} bytes per element"
+    if optimizer_bytes == ADAMW_STATE_BYTES:
+        states = f"AdamW in fp32 is assumed, {states} (--optimizer-bytes)"
+    assumed = f"optimizer states: {states}" if program.is_training else ""
+    return MemoryView(heading, report, sent, optimizer_bytes, said, decisions, assumed)
 
 
 def _has_more_than_a_loss(program: Program) -> bool:
