@@ -115,6 +115,39 @@ def test_one_rank() -> None:
     assert trial({"precision": "bf16"}, 1).is_equal
 
 
+CLOSURE = """
+import torch
+class Closure(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = a = torch.nn.Linear(8, 8)
+        self.f = lambda x: a(x).tanh()
+    def forward(self, x):
+        return self.f(x).square().mean()
+def build():
+    build.calls = getattr(build, "calls", 0) + 1
+    torch.rand(build.calls)  # so that the second one has other weights
+    return Closure(), (torch.randn(4, 8),), {}
+one = Closure()
+def same():
+    one.f = one.a
+    return one, (torch.ones(4, 8),), {}
+"""
+
+
+def closure(name: str, world: int) -> Trial:
+    return ranks.run(Settings(name, {"kernels": "aten"}, world))
+
+
+def test_a_model_whose_functions_hold_its_modules(pool: Pool, tmp_path: Path) -> None:
+    """A copy of the model would compute with the modules of the model itself."""
+    source = tmp_path / "closure.py"
+    source.write_text(CLOSURE)
+    for found in (closure(f"{source}:build", 1), pool.run(2, closure, f"{source}:build", 2)[0]):
+        assert found.is_equal and found.compared["parameter"] == 3 * 2, str(found)
+    assert closure(f"{source}:same", 1).is_equal, "the same model each time: a copy is compared"
+
+
 def drops(world: int) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranks, "resolve", lambda *_, **__: _dropout())

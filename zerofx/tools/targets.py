@@ -17,7 +17,8 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -33,12 +34,16 @@ FORMS = "package.module:function, file.py:function, or hf:path/config.json"
 
 @dataclass(frozen=True)
 class Target:
-    """A model and the call to compile it for."""
+    """A model and the call to compile it for.
+
+    again: builds another one in the same way, as far as the user's code does; None if unknown.
+    """
 
     name: str
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    again: Callable[[], Target] | None = field(default=None, compare=False, repr=False)
 
 
 def resolve(spec: str, batch: int = 1, seq: int = 128, device: str = "meta") -> Target:
@@ -171,7 +176,8 @@ def _call(function: Callable[..., Any], spec: str, device: str) -> Target:
         if isinstance(found, tuple):
             shown = f"({', '.join(type(v).__name__ for v in found)})"
         raise TargetError(f"model {spec!r} returned {shown}. Return (module, args, kwargs).")
-    target = Target(spec, found[0], tuple(found[1]), found[2])
+    again = partial(_call, function, spec, device)
+    target = Target(spec, found[0], tuple(found[1]), found[2], again)
     _check_call(target)
     return target
 
@@ -235,7 +241,8 @@ def _from_config(path: Path, batch: int, seq: int, device: torch.device) -> Targ
     call = _example(model, config, batch, seq)
     if device.type != "meta":
         call = {name: _filled(t, config).to(device) for name, t in call.items()}
-    return Target(f"hf:{path}", model, (), call)
+    again = partial(_from_config, path, batch, seq, device)
+    return Target(f"hf:{path}", model, (), call, again)
 
 
 def _filled(tensor: torch.Tensor, config: Any) -> torch.Tensor:

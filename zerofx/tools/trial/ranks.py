@@ -224,6 +224,48 @@ def run(settings: Settings) -> Trial:
     return _Rank(settings, plan, target, Comparison(tolerance)).train()
 
 
+def reference(target: Target) -> nn.Module:
+    """Return another model with the same weights, which shares nothing with the target's.
+
+    It is built anew: a copy would share the modules that functions of the model refer to. A
+    function that returns the same model each time, or one of another structure, gets a copy.
+    """
+    if target.again is not None:
+        torch.manual_seed(SEED)  # as before the first, for what is drawn beside weights
+        made = target.again().module
+        if _takes_weights(made, target.module):
+            return made
+    return copy.deepcopy(target.module)
+
+
+def _takes_weights(made: nn.Module, model: nn.Module) -> bool:
+    """Copy all weights into a model built anew; tell whether it can be, and they are equal then."""
+    shared = {id(each) for each in made.modules()} & {id(each) for each in model.modules()}
+    own, wanted = _weights(made), _weights(model)
+    if shared or own.keys() != wanted.keys():
+        return False
+    pairs = [(tensor, wanted[name]) for name, tensor in own.items()]
+    if {id(a) for a, _ in pairs} & {id(b) for _, b in pairs}:
+        return False
+    if any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in pairs):
+        return False
+    for tensor, value in pairs:
+        if not _is_equal(tensor, value):
+            tensor.detach().copy_(value.detach())
+        tensor.requires_grad_(value.requires_grad)
+    made.train(model.training)
+    return all(_is_equal(a, b) for a, b in pairs)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, those with several names once, and buffers."""
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | ((a != a) & (b != b))).all())  # a NaN equals a NaN
+
+
 def _check_real(target: Target) -> None:
     tensors = [*target.module.parameters(), *target.module.buffers()]
     if any(t.is_meta for t in tensors):
@@ -242,7 +284,7 @@ class _Rank:
         self.settings, self.target, self.comparison = settings, target, comparison
         self.rank = int(os.environ.get("RANK", 0))
         self.world = int(os.environ.get("WORLD_SIZE", 1))
-        self.plain = Plain(copy.deepcopy(target.module)) if self.rank == 0 else None
+        self.plain = Plain(reference(target)) if self.rank == 0 else None
         local = int(os.environ.get("LOCAL_RANK", 0))
         has_gpus = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.device = f"cuda:{local}" if has_gpus else "cpu"
