@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from zerofx.ir.program import Planned
 from zerofx.ir.spec import Kind, meanings, specs
 from zerofx.passes.order import Setting, build
 from zerofx.plan.plan import Plan
+from zerofx.plan.sizes import format_bytes
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 from zerofx.tools.predict import stage_programs
 from zerofx.tools.views.diff import DiffView, PipelineDiff
@@ -84,6 +86,36 @@ def test_memory_twin_adds_up() -> None:
     assert sum(h["bytes"] for h in twin["held_at_peak"]) == twin["peak_bytes"]
     assert all(twin["between_steps"][c] <= n for c, n in twin["at_peak"].items())
     assert twin["traffic"]["all_gather"]["calls"] == 11
+
+
+class LogitsAndLoss(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.body(x))
+        return logits, logits.logsumexp(-1).mean()
+
+
+def test_results_that_a_loop_may_keep_are_mentioned_where_they_matter() -> None:
+    captured = capture(LogitsAndLoss(), (torch.randn(64, 8),))
+    plan = {"kernels": "aten", "stage": 0}
+    program = zerofx.rewrite(captured, plan, 1)
+    view, kept = program.memory(), program.memory(keeps_results=True)
+    more = kept.peak_bytes - view.peak_bytes
+    assert more == view.results_bytes == view.to_dict()["results_bytes"] > 0
+    line = (
+        f"A loop that keeps all results until step() holds {format_bytes(more)} more "
+        "(--keep-results); Plan(outputs='loss') returns the loss alone."
+    )
+    assert str(view).splitlines().count(line) == 1
+    predicted = zerofx.predict(captured, plan, hardware="cpu-box")
+    assert str(predicted).splitlines().count(line) == 1
+    small = dataclasses.replace(view, results_bytes=view.peak_bytes // 101)
+    alone = zerofx.rewrite(capture(LogitsAndLoss(), (torch.randn(64, 8),), outputs="loss"), plan, 1)
+    for other in (kept, small, alone.memory()):
+        assert "A loop that keeps" not in str(other)
 
 
 def test_diff_of_a_program_with_itself_is_empty() -> None:

@@ -28,12 +28,17 @@ NAMES = 16  # largest tensors at the peak that are listed
 MIN_NAME, MIN_MODULE = 36, 28  # least columns of their names and modules
 BAR = 24  # columns of the longest bar
 SHORT = 14  # columns that names and modules have on the narrowest terminal
+WORTH = 0.01  # share of the peak from which on results that a loop may keep are mentioned
 MARGIN = 31  # columns of their bytes and category, and of the gaps
 
 
 @dataclass(frozen=True)
 class MemoryView:
-    """Memory of one rank: print it, or take `to_dict()` for JSON."""
+    """Memory of one rank: print it, or take `to_dict()` for JSON.
+
+    results_bytes: how much higher the peak is in a loop that keeps all results until step(); 0 if
+        that is counted, or if the program returns no more than a loss.
+    """
 
     title: str
     memory: Memory
@@ -42,6 +47,7 @@ class MemoryView:
     basis: str
     decisions: tuple[Decision, ...] = ()
     assumed: str = ""
+    results_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -63,7 +69,8 @@ class MemoryView:
         report = self.memory
         held, lasting = report.by_category(report.peak_time), report.lasting()
         lines = [f"# {self.title}   peak {format_bytes(self.peak_bytes)} per rank"]
-        lines += [f"at {self._place()}", self.basis, *([self.assumed] if self.assumed else []), ""]
+        lines += [f"at {self._place()}", self.basis]
+        lines += [*([self.assumed] if self.assumed else []), *self._of_results(), ""]
         lines.append(f"{'category':<16}{'between steps':>16}{'at the peak':>16}   share")
         longest = room(BAR, 60, 0)
         for category, nbytes in held.items():
@@ -84,6 +91,15 @@ class MemoryView:
             lines.append(f"{'files':<16}{format_bytes(on_nvme):>16}{format_bytes(on_nvme):>16}")
         lines.append("")
         return lines + self._names() + self._sent() + summary(self.decisions)
+
+    def _of_results(self) -> list[str]:
+        """Return the line on a loop that keeps all results, if that makes a difference."""
+        if self.results_bytes < WORTH * max(self.peak_bytes, 1):
+            return []
+        return [
+            f"A loop that keeps all results until step() holds {format_bytes(self.results_bytes)} "
+            "more (--keep-results); Plan(outputs='loss') returns the loss alone."
+        ]
 
     def _place(self) -> str:
         if not self.memory.life.nodes:
@@ -136,6 +152,7 @@ class MemoryView:
         return {
             "title": self.title,
             "peak_bytes": self.peak_bytes,
+            "results_bytes": self.results_bytes,
             "peak_at": self._place(),
             "optimizer_bytes_per_element": self.optimizer_bytes,
             "basis": self.basis,
@@ -225,7 +242,10 @@ def view(
     planned = program.planned()
     report = memory(planned, optimizer_bytes, compiled, keeps_results, accumulation, no_sync)
     sent = traffic(planned)
-    return shown(program, report, sent, optimizer_bytes, compiled, keeps_results, basis)
+    return shown(
+        program, report, sent, optimizer_bytes, compiled, keeps_results, basis, accumulation,
+        no_sync,
+    )  # fmt: skip
 
 
 def shown(
@@ -236,20 +256,26 @@ def shown(
     compiled: Compiled | None = None,
     keeps_results: bool = False,
     basis: str = ATEN,
+    accumulation: int | None = None,
+    no_sync: bool | None = None,
 ) -> MemoryView:
     """Return the view of the memory and traffic of a program that were computed before."""
+    planned, more = program.planned(), 0
     known = f"{counted(len(compiled or {}), 'region')} as Inductor compiled them"
     said = f"temporaries: {known if compiled else 'regions run op by op, as ATen'}"
     if _has_more_than_a_loss(program):
         said += f"; until step() the loop holds {'all results' if keeps_results else 'the loss'}"
+        if not keeps_results:
+            kept = memory(planned, optimizer_bytes, compiled, True, accumulation, no_sync)
+            more = kept.peak_bytes - report.peak_bytes
     if report.micro.packs_apart:
         said += f"; {report.micro}"
-    heading, decisions = title(program, basis), program.planned().decisions
+    heading, decisions = title(program, basis), planned.decisions
     states = f"{optimizer_bytes} bytes per element"
     if optimizer_bytes == ADAMW_STATE_BYTES:
         states = f"AdamW in fp32 is assumed, {states} (--optimizer-bytes)"
     assumed = f"optimizer states: {states}" if program.is_training else ""
-    return MemoryView(heading, report, sent, optimizer_bytes, said, decisions, assumed)
+    return MemoryView(heading, report, sent, optimizer_bytes, said, decisions, assumed, more)
 
 
 def _has_more_than_a_loss(program: Program) -> bool:
