@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import zerofx
 from zerofx import ops
+from zerofx.analysis.time.forecast import Range, peak_flops_per_s, utilisation
 from zerofx.analysis.time.steps import Lane
 from zerofx.errors import PlanError, ProgramError
 from zerofx.hardware import load_hardware
@@ -83,6 +84,27 @@ def test_recomputing_is_work_but_not_the_models() -> None:
     assert again.flops > 1.2 * kept.flops
     assert again.model_flops == pytest.approx(kept.flops)
     assert again.mfu.middle < again.flops_per_s.middle / 1e12
+
+
+def test_no_device_is_utilised_above_its_fastest_rate() -> None:
+    """Curves of convolutions exceed the rate of matrix products; other models' curves do not."""
+    here = load_hardware("cpu-box")
+    rate = here.dense_flops_per_s["fp32"]
+    convolutions = torch.nn.Sequential(*(torch.nn.Conv2d(128, 128, 3, padding=1) for _ in range(4)))
+    program = zerofx.capture(convolutions, (torch.randn(8, 128, 16, 16),))
+    plan = {"kernels": "aten", "stage": 0}
+    found = zerofx.predict(program, plan, hardware=here).forecast
+    assert found.step_us.inverse(1e6 * found.model_flops / rate).high > 1.1
+    fastest = peak_flops_per_s(found.program, here)
+    assert fastest > 2 * rate
+    assert 0.4 < found.mfu.low < found.mfu.high <= 1.0
+    assert found.mfu.middle == pytest.approx(
+        1e6 * found.model_flops / fastest / found.step_us.middle
+    )
+    small = Range(*(found.step_us.middle / n for n in (4, 3, 2)))
+    assert utilisation(small, found.model_flops, [found.program], here).high == 1.0
+    products = predicted(gpt(), plan, here, 1).forecast
+    assert peak_flops_per_s(products.program, here) == rate
 
 
 def test_accumulation_multiplies_the_work_of_a_step() -> None:

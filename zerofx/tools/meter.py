@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zerofx.analysis.memory.memory import memory
+from zerofx.analysis.time.forecast import peak_flops_per_s
 from zerofx.analysis.time.kernels import node_flops
 from zerofx.capture.original import SLOT
 from zerofx.errors import ArgumentError
@@ -72,7 +73,7 @@ class Meter:
             )
         if isinstance(hardware, (str, os.PathLike)):
             hardware = load_hardware(hardware)
-        self._rate = 0.0
+        self._rate, self._hardware = 0.0, hardware
         if hardware is not None:
             compute = self._own.plan.precision.compute
             hardware.check_format(compute)
@@ -93,8 +94,9 @@ class Meter:
         step: number of this call. seconds: since the last one. samples_per_s, tokens_per_s: of all
         ranks. model_flops: operations of this rank's matrix products, convolutions and attention,
         without recomputation. flops_per_s: of this rank. mfu: the share of the hardware's
-        rate on paper, None without a hardware. wait_share: the share of the time for which the host
-        waited for collectives; on a GPU it launches ahead and waits for none, so None.
+        rate on paper, or of its fastest convolution, None without a hardware. wait_share: the share
+        of the time for which the host waited for collectives; on a GPU it launches ahead and waits
+        for none, so None.
         skipped_steps: fp16 steps skipped because a gradient overflowed. peak_bytes: the device's
         since the last step, None on a CPU. predicted_bytes: the largest predicted peak of the
         programs that have run, at the largest sizes that they serve.
@@ -157,6 +159,8 @@ class Meter:
                 if bound.executable is executable
             )
             cost = self._costs[executable] = _Cost(program)
+            if self._hardware is not None:
+                self._rate = max(self._rate, peak_flops_per_s(program, self._hardware))
             self._predicted_bytes = max(cost.peak_bytes, self._predicted_bytes or 0)
             began = time.thread_time()
         if half == "forward" and cost.symbols:

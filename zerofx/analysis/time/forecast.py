@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -9,7 +10,7 @@ import torch
 
 from zerofx.analysis.memory.memory import ADAMW_STATE_BYTES, Memory, memory
 from zerofx.analysis.memory.storage import Compiled
-from zerofx.analysis.time.kernels import node_flops
+from zerofx.analysis.time.kernels import MULTIPLIES, PRODUCT, format_of, kind_of, node_flops
 from zerofx.analysis.time.prices import FORMATS, Roofline
 from zerofx.analysis.time.steps import Lane
 from zerofx.analysis.time.tasks import tasks
@@ -143,9 +144,8 @@ class Forecast:
 
     @property
     def mfu(self) -> Range:
-        """The fraction of the device's nominal rate that the model's own operations reach."""
-        rate = self.hardware.dense_flops_per_s.get(compute_format(self.program), 0.0)
-        return self.step_us.inverse(1e6 * self.model_flops / rate if rate else 0.0)
+        """The fraction of `peak_flops_per_s` that the model's own operations reach."""
+        return utilisation(self.step_us, self.model_flops, [self.program], self.hardware)
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
@@ -206,6 +206,39 @@ def forecast(
     found = timeline(tasks(program, prices, clips))
     samples, tokens = batch(program)
     return Forecast(program, hardware, held, found, samples, tokens)
+
+
+def utilisation(
+    step_us: Range, model_flops: float, programs: Iterable[Planned], hardware: Hardware
+) -> Range:
+    """Return the fraction of `peak_flops_per_s` that a step reaches; its upper end is 1 at most."""
+    rate = max(peak_flops_per_s(program, hardware) for program in programs)
+    found = step_us.inverse(1e6 * model_flops / rate if rate else 0.0)
+    return Range(*(min(v, 1.0) for v in (found.low, found.middle, found.high)))
+
+
+def peak_flops_per_s(program: Planned, hardware: Hardware) -> float:
+    """Return the fastest rate that a hardware has for products of the kinds that a program has.
+
+    That is the nominal rate of matrix products, except where a measured curve is above it. A 3x3
+    convolution may be: fast algorithms multiply less often than its operations are counted.
+    """
+    kinds = {(compute_format(program), PRODUCT)}
+    seen = set()
+    for node in (n for gm in program.graphs.values() for n in gm.graph.nodes if is_compute(n)):
+        kind = node.target, format_of(node)
+        if kind not in seen:
+            seen.add(kind)
+            if (found := kind_of(node)) in MULTIPLIES and node_flops(node):
+                kinds.add((FORMATS.get(kind[1], "fp32"), found))
+    return max(_fastest(hardware, *each) for each in kinds)
+
+
+def _fastest(hardware: Hardware, form: str, kind: str) -> float:
+    start = f"{kind}.{form}"
+    curves = [c for n, c in hardware.curves.items() if n == start or n.startswith(f"{start}.")]
+    shares = (share for curve in curves for _, share in curve.points)
+    return hardware.dense_flops_per_s.get(form, 0.0) * max((1.0, *shares))
 
 
 def compute_format(program: Planned) -> str:

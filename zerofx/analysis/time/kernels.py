@@ -353,8 +353,7 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
             size = min(_span(given), nbytes(value(node)) if rows_only else _span(given))
             reads[source] = max(reads.get(source, 0), size)
     writes = sum(nbytes(value(n)) for n in group if len(group) == 1 or _leaves(n, inside))
-    first = value(group[0])
-    tensor = first if isinstance(first, torch.Tensor) else next(iter(_tensors_in(first)))
+    tensor = _first(group[0])
     taken: Counter[str] = Counter()
     for node in group:
         if function := function_of(node):
@@ -365,6 +364,19 @@ def _kernel(group: Sequence[fx.Node], kind: str) -> Kernel:
         kind, flops, sum(reads.values()) + writes, tuple(taken.items()), windows, tensor.dtype,
         attended=_attended(group[0]) if kind == ATTENTION else 0,
     )  # fmt: skip
+
+
+def _first(node: fx.Node) -> torch.Tensor:
+    """Return the result of a node, or the first of its results."""
+    first = value(node)
+    return first if isinstance(first, torch.Tensor) else next(iter(_tensors_in(first)))
+
+
+def format_of(node: fx.Node) -> torch.dtype:
+    """Return the format of a node's products; fp32 for a node without tensors as results."""
+    val = value(node)
+    has_any = isinstance(val, torch.Tensor) or bool(_tensors_in(val))
+    return _first(node).dtype if has_any else torch.float32
 
 
 def _window(node: fx.Node) -> int:

@@ -17,8 +17,8 @@ from zerofx.analysis.time.forecast import (
     Forecast,
     Range,
     Shortage,
-    compute_format,
     forecast,
+    utilisation,
 )
 from zerofx.analysis.time.prices import Roofline, collective_us
 from zerofx.analysis.time.steps import Lane
@@ -351,10 +351,10 @@ class PipelineForecast:
 
     @property
     def mfu(self) -> Range:
-        """The fraction of the device's nominal rate that the model's own operations reach."""
-        rate = self.hardware.dense_flops_per_s.get(compute_format(self.program), 0.0)
+        """The fraction of `peak_flops_per_s` that the model's own operations reach."""
         model = sum(f.model_flops for f in self.stages) / len(self.runs)
-        return self.step_us.inverse(1e6 * model / rate if rate else 0.0)
+        programs = [f.program for f in self.stages]
+        return utilisation(self.step_us, model, programs, self.hardware)
 
     @property
     def shortages(self) -> tuple[Shortage, ...]:
