@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -147,10 +149,10 @@ def test_plans_that_share_programs_have_the_figures_of_each_by_itself() -> None:
     assert len(shared._stages) == 2  # of two ranks, for three schedules
 
 
-class WithoutLoss(torch.nn.Module):
+class WithoutLoss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x)
@@ -281,3 +283,37 @@ def test_a_trillion_parameters_over_tensor_pipeline_and_data() -> None:
     )
     assert cpu_s < 90
     assert mib < 3000
+
+
+class WithACumsum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x).cumsum(-1)).square().mean()
+
+
+def test_warnings_are_given_once_for_the_plan_that_is_shown(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each bound and each plan of other axes is planned by itself, and may warn."""
+    with torch.device("meta"):
+        target = Target("cumsum", WithACumsum(), (torch.zeros(8, 32, 64),), {})
+    axes = {"tensor": 2, "placements": {"a": "colwise", "b": "rowwise"}}
+    found = zerofx.search(
+        target, hardware="dgx-h100", world_size=4, plan={**PLAIN, "parallel": axes}
+    )
+    assert found.plan.parallel.tensor == 2
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert "no rule says how ranks compute parts of aten.cumsum.default" in warning
+    assert not logging.getLogger("zerofx").filters
+    family = ModelFamily(Plan(), target=target)
+    caplog.clear()
+    for length, text in ((2, "%s times"), (4, "%s times"), (4, "other %s")):
+        with family.warned.withheld("axes", length):
+            logging.getLogger("zerofx").warning(text, length)
+    assert not caplog.records
+    family.warned.give("axes")
+    family.warned.give("other axes")
+    assert [r.getMessage() for r in caplog.records] == ["4 times", "other 4"]

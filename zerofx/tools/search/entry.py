@@ -14,7 +14,7 @@ from zerofx.plan.plan import Plan, as_plan
 from zerofx.process import rare_collections
 from zerofx.tools.search.bounds import Bounds
 from zerofx.tools.search.engine import Search
-from zerofx.tools.search.family import Family, ModelFamily, Says, silent
+from zerofx.tools.search.family import Family, ModelFamily, Says, silent, warnings_of
 from zerofx.tools.search.nearest import (
     Nearest,
     differing,
@@ -111,6 +111,8 @@ def search(
     batch, seq: of an `hf:` model's call. nvme: the folder that plans use for the nvme tier.
     says: called with the next action, and whether it is of interest until the following one only.
 
+    Of the warnings about plans that are tried, those about the fastest one are given.
+
     Returns:
         A view to print. `view.plan` is the fastest plan, as `zerofx.compile` takes it.
 
@@ -148,6 +150,7 @@ def search(
     found = under_way.run()
     if not found.fits:
         raise too_large(under_way)
+    family.warned.give(warnings_of(found.best.choice.plan))
     return SearchView(found, notes)
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -87,16 +90,76 @@ class RankPrograms:
 Kind = tuple[tuple[int, ...], tuple[Excerpt, ...], int]
 
 
+# -- Warnings about plans that are tried: withheld, and given once for the plan that is shown --------
+
+
+log = logging.getLogger("zerofx")
+
+
+class Warned(logging.Filter):
+    """The warnings of passes for plans that are tried, by what they depend on and by length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._found: dict[Any, dict[int, dict[str, logging.LogRecord]]] = {}
+        self._under_way: list[tuple[Any, int]] = []
+        self._thread = 0
+
+    @contextmanager
+    def withheld(self, key: Any, length: int) -> Iterator[None]:
+        """Withhold the warnings that this thread gives. length: of the model, in layers."""
+        self._thread = threading.get_ident()
+        self._under_way.append((key, length))
+        log.addFilter(self)  # once, however deep
+        try:
+            yield
+        finally:
+            self._under_way.pop()
+            if not self._under_way:
+                log.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keep a warning of this thread for later; everything else passes."""
+        if record.levelno < logging.WARNING or record.thread != self._thread:
+            return True
+        key, length = self._under_way[-1]
+        self._found.setdefault(key, {}).setdefault(length, {})[record.getMessage()] = record
+        return False
+
+    def give(self, key: Any) -> None:
+        """Give each warning under a key once: of its kind, those about the longest model."""
+        of_key = self._found.get(key, {})
+        longest: dict[str, int] = {}
+        for length, records in of_key.items():
+            for record in records.values():
+                longest[record.msg] = max(length, longest.get(record.msg, length))
+        for length, records in sorted(of_key.items()):
+            for record in records.values():
+                if longest[record.msg] == length:
+                    log.handle(record)
+
+
+def warnings_of(plan: Plan) -> tuple[Parallel, str]:
+    """Return what warnings about a plan depend on: how it divides values, and what is computed."""
+    axes = replace(plan.parallel, pipeline=1, interleave=1, schedule="1f1b", **WHOLE)
+    return axes, "loss" if plan.parallel.pipeline > 1 else plan.outputs
+
+
+# -- The variants of a model in a search, each captured once -----------------------------------------
+
+
 @dataclass
 class Family(ABC):
     """The variants of one model under one plan: numbers of layers and of samples.
 
-    loop: options of the training loop, as `forecast` takes them.
+    loop: options of the training loop, as `forecast` takes them. warned: the warnings of all plans,
+        under `warnings_of` each.
     """
 
     plan: Plan
     loop: Mapping[str, Any] = field(default_factory=dict)
     says: Says = silent
+    warned: Warned = field(default_factory=Warned)
     _begun: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
     _placed: dict[tuple[Any, ...], Planned] = field(default_factory=dict)
     _stages: dict[tuple[Any, ...], dict[int, Planned]] = field(default_factory=dict)
@@ -217,10 +280,12 @@ class Family(ABC):
 
     def finished(self, samples: int, setting: Setting) -> tuple[Planned, ...]:
         """Return the program of each length with all passes run, unproved."""
-        return tuple(
-            resume(self._begin(length, samples, setting), setting, BEFORE_BUCKETS)
-            for length in self.lengths
-        )
+        found = []
+        for length in self.lengths:
+            with self.warned.withheld(warnings_of(setting.plan), length):
+                begun = self._begin(length, samples, setting)
+                found.append(resume(begun, setting, BEFORE_BUCKETS))
+        return tuple(found)
 
     def _begin(self, length: int, samples: int, setting: Setting) -> Planned:
         """Return the program of a length before the layout of buckets."""
@@ -240,8 +305,7 @@ class Family(ABC):
     def _placed_key(self, length: int, samples: int, setting: Setting) -> tuple[Any, ...]:
         """Return all that the passes up to `place` depend on in this family."""
         plan = setting.plan
-        outputs = "loss" if plan.parallel.pipeline > 1 else plan.outputs
-        axes = replace(plan.parallel, pipeline=1, interleave=1, schedule="1f1b", **WHOLE)
+        axes, outputs = warnings_of(plan)
         tiles: Any = plan.tiling
         if tiles == "auto":
             tiles = plan, setting.world_size
@@ -259,7 +323,8 @@ class Family(ABC):
             )
             if made is None:
                 program = self._program(length, samples, outputs)
-                made = run(program, setting, PLACED, Proof.NONE)
+                with self.warned.withheld(warnings_of(setting.plan), length):
+                    made = run(program, setting, PLACED, Proof.NONE)
             self._placed[key] = made
         return self._placed[key]
 
@@ -302,7 +367,8 @@ class Family(ABC):
                     if not each.shows(stage):
                         return None
                     own = each.renumbered(replace(stage), whole)
-                    self._begun[key] = resume(own, setting, CUT, BEFORE_BUCKETS)
+                    with self.warned.withheld(warnings_of(setting.plan), each.length):
+                        self._begun[key] = resume(own, setting, CUT, BEFORE_BUCKETS)
                 found.append(self._begun[key])
         return found
 
@@ -451,7 +517,7 @@ class ModelFamily(Family):
         if len(self.lengths) == 1 or self.settled > MOST_SETTLED:
             return None
         return ModelFamily(
-            self.plan, self.loop, self.says, target=self.target,
+            self.plan, self.loop, self.says, self.warned, target=self.target,
             settled=self.settled + 2 * STRIDE, _programs=self._programs,
         )  # fmt: skip
 
