@@ -90,6 +90,8 @@ def line_of(words: str) -> int:
         ("of_other_columns", "must have same reduction dim, but got [2, 5] X [4, 4]", ""),
         ("that_fails", "its forward raised LookupError at {}: no such head", "raise LookupError"),
         ("that_raises", "the function raised JSONDecodeError at {}: ", "json.loads"),
+        ("Net", "is the class Net. Name a function without arguments that returns the model", ""),
+        ("Net", "such as `def build(): return Net(...), (x,), {{}}`. The page docs/tutorial", ""),
         ("that_needs", "with the arguments width. Only an argument named device is", ""),
     ],
 )

@@ -162,12 +162,19 @@ def _module_of_file(own: str, path: Path) -> ModuleType:
 
 
 def _call(function: Callable[..., Any], spec: str, device: str) -> Target:
-    given = {"device": device} if "device" in inspect.signature(function).parameters else {}
+    if isinstance(function, type):
+        kind = function.__name__
+        raise TargetError(
+            f"model {spec!r} is the class {kind}. Name a function without arguments that returns "
+            f"the model and an example call, (module, args, kwargs), such as `def build(): return "
+            f"{kind}(...), (x,), {{}}`. The page docs/tutorial.md shows one."
+        )
     if missing := _missing(function):
         raise TargetError(
             f"model {spec!r} is a function with the arguments {', '.join(missing)}. Only an "
             "argument named device is passed. Give the others a default."
         )
+    given = {"device": device} if "device" in inspect.signature(function).parameters else {}
     with own_errors(spec, "the function"):
         found = function(**given)
     fits = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
