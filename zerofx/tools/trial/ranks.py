@@ -227,7 +227,7 @@ def run(settings: Settings) -> Trial:
 def reference(target: Target) -> nn.Module:
     """Return another model with the same weights, which shares nothing with the target's.
 
-    It is built anew: a copy would share the modules that functions of the model refer to. A
+    It is built again: a copy would share the modules that functions of the model refer to. A
     function that returns the same model each time, or one of another structure, gets a copy.
     """
     if target.again is not None:
@@ -239,7 +239,7 @@ def reference(target: Target) -> nn.Module:
 
 
 def _takes_weights(made: nn.Module, model: nn.Module) -> bool:
-    """Copy all weights into a model built anew; tell whether it can be, and they are equal then."""
+    """Copy all weights into a model built again; tell whether it can be, and they are equal then."""
     shared = {id(each) for each in made.modules()} & {id(each) for each in model.modules()}
     own, wanted = _weights(made), _weights(model)
     if shared or own.keys() != wanted.keys():
