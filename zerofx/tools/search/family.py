@@ -90,7 +90,7 @@ class RankPrograms:
 Kind = tuple[tuple[int, ...], tuple[Excerpt, ...], int]
 
 
-# -- Warnings about plans that are tried: withheld, and given once for the plan that is shown --------
+# -- Warnings about plans that are tried: withheld, and given once for the plan that is shown ------
 
 
 log = logging.getLogger("zerofx")
@@ -145,7 +145,7 @@ def warnings_of(plan: Plan) -> tuple[Parallel, str]:
     return axes, "loss" if plan.parallel.pipeline > 1 else plan.outputs
 
 
-# -- The variants of a model in a search, each captured once -----------------------------------------
+# -- The variants of a model in a search, each captured once ---------------------------------------
 
 
 @dataclass

@@ -239,7 +239,7 @@ def reference(target: Target) -> nn.Module:
 
 
 def _takes_weights(made: nn.Module, model: nn.Module) -> bool:
-    """Copy all weights into a model built again; tell whether it can be, and they are equal then."""
+    """Copy all weights into a model built again; tell whether it can be and is equal."""
     shared = {id(each) for each in made.modules()} & {id(each) for each in model.modules()}
     own, wanted = _weights(made), _weights(model)
     if shared or own.keys() != wanted.keys():
