@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,9 @@ def test_models_that_cannot_be_built_or_called(
     assert words.format(f"{model}:{line_of(at)}") in text and len(text.splitlines()) == 1
 
 
+PARSER = "import argparse\np = argparse.ArgumentParser()\n"
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -111,6 +115,12 @@ def test_models_that_cannot_be_built_or_called(
         ("import nowhere_at_all\n", "needs the module 'nowhere_at_all', which is not installed"),
         ("\nsize = 1 / 0\n", "raised ZeroDivisionError at {}:2: division by zero"),
         ("raise SystemError\n", "raised SystemError at {}:1: "),
+        ("import sys\nsys.exit(3)\n", "ended the process (exit status 3) at {}:2. Any message"),
+        (f"{PARSER}p.add_argument('data')\np.parse_args()\n", "(exit status 2) at {}:4. Any"),
+        (
+            f"{PARSER}\ndef build():\n    p.exit(1)\n",
+            "the function ended the process (exit status 1)",
+        ),
     ],
 )
 def test_files_that_do_not_import(
@@ -123,6 +133,24 @@ def test_files_that_do_not_import(
         with pytest.raises(TargetError) as error:
             resolve(spec)
         assert words.format(path) in str(error.value) and repr(spec) in str(error.value)
+
+
+def test_a_file_is_imported_without_the_arguments_of_zerofx(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in most research code: arguments are parsed when the file is imported, or in build."""
+    path = tmp_path / "parses.py"
+    path.write_text(
+        f"import sys, torch\n{PARSER}p.add_argument('--width', type=int, default=4)\n"
+        "width = p.parse_args().width\nnames = sys.argv\n"
+        "def build():\n"
+        "    p.parse_args()\n"
+        "    return torch.nn.Linear(width, 4), (torch.zeros(2, width),), {}\n"
+    )
+    monkeypatch.setattr(sys, "argv", given := ["zerofx", "schedule", "x.py:build", "--world", "2"])
+    assert resolve(f"{path}:build").module.in_features == 4
+    assert sys.modules["zerofx_target_parses"].names == [str(path)]
+    assert sys.argv is given
 
 
 def gpt() -> Target:

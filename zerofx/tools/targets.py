@@ -67,13 +67,24 @@ def resolve(spec: str, batch: int = 1, seq: int = 128, device: str = "meta") -> 
 def own_errors(spec: str, doing: str) -> Iterator[None]:
     """Turn exceptions of the user's own code into a TargetError with its file and line.
 
+    Within the block, the arguments of the process are those of a script that was given none.
+
     doing: the code that runs in the block, in words that follow "model ...: ". Exceptions of torch
     and zerofx alone pass unchanged.
     """
+    before, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec]
     try:
         yield
     except ZerofxError:
         raise
+    except SystemExit as error:
+        own = [f for f in traceback.extract_tb(error.__traceback__) if _is_own(f.filename)]
+        at = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+        raise TargetError(
+            f"model {spec!r}: {doing} ended the process (exit status {error.code!r}){at}. Any "
+            "message of its own is above. It gets no arguments. Give each a default, and put what "
+            'only a run of the script needs below the line if __name__ == "__main__".'
+        ) from error
     except ModuleNotFoundError as error:
         if error.name is None or spec.split(".")[0].split(":")[0] == error.name.split(".")[0]:
             raise
@@ -95,6 +106,8 @@ def own_errors(spec: str, doing: str) -> Iterator[None]:
         raise TargetError(
             f"model {spec!r}: {doing} raised {type(error).__name__} at {at}: {as_sentence(said)}"
         ) from error
+    finally:
+        sys.argv = before
 
 
 _LIBRARY = sysconfig.get_path("stdlib")
