@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -97,10 +98,93 @@ def test_a_snapshot_of_another_model_is_not_skipped(tmp_path: Path) -> None:
     model, optimizer = trained()
     zerofx.save(tmp_path, model, optimizer, step=1)
     other = zerofx.compile(nn.Linear(4, 4), PLAN)
-    zerofx.save(tmp_path, other, step=2)
+    zerofx.save(tmp_path / "other", other, step=2)
+    (tmp_path / "other" / "step-000002").rename(tmp_path / "step-000002")
+    (tmp_path / "latest").unlink()
     with pytest.raises(SnapshotError, match=r"step-000002: the save is of another model") as caught:
         zerofx.load(tmp_path, model, optimizer)
     assert "none of the" not in str(caught.value)
+
+
+# -- of several models -----------------------------------------------------------------------------
+
+
+def pair(plan: Any = PLAN) -> list[tuple[Any, Any]]:
+    """Return a generator and a discriminator, each with its optimizer."""
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, n)) for n in (8, 1)]
+    models = [zerofx.compile(net, plan) for net in nets]
+    return [(model, torch.optim.Adam(model.parameters())) for model in models]
+
+
+def in_one_folder(folder: str, background: bool) -> list[str]:
+    run, texts = Path(folder), []
+    gen, disc = pair()
+    zerofx.save(run / "steps", *gen, {"step": 3}, step=3)
+    zerofx.save(run / "one", *gen, {"step": 3})
+    before = sorted(str(path) for path in run.rglob("*"))
+    for path, options in (
+        (run / "steps", {"step": 3}),
+        (run / "steps", {"step": 4, "keep": 1}),  # which would remove step 3
+        (run / "steps" / "step-000003", {}),
+        (run / "one", {}),
+    ):
+        with pytest.raises(SnapshotError) as caught:
+            zerofx.save(path, *disc, background=background, **options)
+        texts.append(str(caught.value))
+        if gen[0]._engine.world.rank == 0:  # which has released its locks
+            assert sorted(str(path) for path in run.rglob("*")) == before
+    zerofx.save(run / "steps", *gen, {"step": 4}, step=4, keep=1)
+    for path, number in ((run / "steps", 4), (run / "one", 3)):
+        assert zerofx.resume(path, *gen) == {"step": number}
+    return texts
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_never_replaces_another_model(pool: Pool, tmp_path: Path, background: bool) -> None:
+    for texts in pool.run(2, in_one_folder, str(tmp_path), background):
+        for text, name in zip(texts, ["steps/step-000003"] * 3 + ["one"], strict=True):
+            assert (
+                f"{tmp_path / name} is a snapshot of another model: Sequential with 4 parameters "
+                "is saved there, this is Sequential with 4 parameters, and 2.bias is [8] in the "
+                "snapshot and [1] in this model; 2.weight is [8, 16] in the snapshot and [1, 16] "
+                "in this model. Give each model a folder of its own, for example run/generator "
+                "and run/discriminator, or remove the old snapshot if it is no longer needed."
+            ) in text
+
+
+def test_models_that_are_alike_have_a_folder_each(tmp_path: Path) -> None:
+    (there, _), (back, _) = trained(), trained()
+    for options in ({}, {"step": 3}):
+        run = tmp_path / f"run{len(options)}"
+        zerofx.save(run, there, **options)
+        with pytest.raises(SnapshotError, match="of another Sequential of this process"):
+            zerofx.save(run, back, **options)
+        shutil.rmtree(run)
+        zerofx.save(run, back, **options)  # the way out
+    zerofx.load(tmp_path / "run1", there)  # goes on from there
+    zerofx.save(tmp_path / "run1", there, step=4)
+    zerofx.save(tmp_path / "run1", trained()[0], step=5)  # compiled since: it succeeds them
+
+
+def test_the_same_model_is_replaced_whatever_its_plan(tmp_path: Path) -> None:
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+
+    for plan in (
+        {"stage": 3},
+        {"stage": 1},
+        {"ignored_params": ["0.bias"]},  # a buffer of the snapshot
+        {"stage": 0},
+    ):
+        model = zerofx.compile(net(), {"kernels": "aten", **plan})
+        zerofx.save(tmp_path, model, step=1)
+        del model
+    model = zerofx.compile(net().double(), PLAN)
+    zerofx.save(tmp_path, model, step=1)
+    (tmp_path / "step-000001" / "zerofx.json").write_text("{")  # damaged: it is no one's
+    del model
+    zerofx.save(tmp_path, pair()[0][0], step=1)
 
 
 def test_what_is_no_series_or_step_is_refused(tmp_path: Path) -> None:

@@ -84,7 +84,8 @@ class Job:
         """Return what the manifest says of the model and the job."""
         plan = self.model._zerofx.setting.plan.to_dict()
         facts = {"world_size": self.world.size, "torch": torch.__version__, "step": step}
-        return {**facts, **self.describe(), "plan": plan}
+        kind = type(self.model).__name__
+        return {**facts, **self.describe(), "model": kind, "plan": plan}
 
     def loss_scale(self) -> dict[str, Any]:
         """Return the state of the model's loss scale, if it has one."""

@@ -75,8 +75,11 @@ def load(
     check_names(names)
     found = _found(job)
     if found:
-        return _load_newest(job, found)
-    return _read_foreign(job, names) if _is_foreign(job) else _read(job)
+        extra = _load_newest(job, found)
+    else:
+        extra = _read_foreign(job, names) if _is_foreign(job) else _read(job)
+    series.remember(target.place(folder), model)
+    return extra
 
 
 def resume(
@@ -102,9 +105,11 @@ def resume(
     job = _Load(Path(os.path.abspath(folder)), model, optimizer)
     job.world.agree("zerofx.resume", job.digest())
     found = _found(job)
-    if found:
-        return _load_newest(job, found)
-    return _read(job) if _is_there(job) else None
+    if not found and not _is_there(job):
+        return None
+    extra = _load_newest(job, found) if found else _read(job)
+    series.remember(target.place(folder), model)
+    return extra
 
 
 def _found(job: _Load) -> list[spread.Candidate]:

@@ -440,6 +440,7 @@ class _Restoring:
         if self.rank in self.acting:
             self.hidden = target.begin(self.folder)
             stack.callback(self.hidden.close)
+            self.hidden.make()
 
     def complete(self) -> dict[str, bytes]:
         """On the first of these hosts, write everything but the shards; return these files."""

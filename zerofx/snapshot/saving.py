@@ -41,6 +41,7 @@ def save(
 
     The snapshot appears whole or not at all: an existing one is replaced only once the new one is
     complete and on disk. If the previous save is still being written, this call waits for it first.
+    Snapshots of another model are never replaced or removed: give each model its own folder.
 
     optimizer: an optimizer, or a list of several; pass the same to `load`.
     extra: other values to save, from rank 0: numbers, strings, tensors and containers of them, such
@@ -60,7 +61,8 @@ def save(
 
     Raises:
         ArgumentError: `step`, `keep` or `copies` is not a valid number.
-        SnapshotError: a value cannot be saved, or the file system refuses; nothing is published.
+        SnapshotError: a value cannot be saved, the folder has a snapshot of a model with other
+            parameters, or the file system refuses; nothing is published.
             With `background`, the next save or load raises errors of writing.
         DesyncError: a rank did not make this call; names it.
 
@@ -203,7 +205,8 @@ class _Save(Job):
                 f"{as_sentence(error)} If that process is a rank of this job, the hosts share a "
                 "file system. Leave copies out."
             ) from error
-        return self.hidden.path
+        series.check_owner(self.folder, self.model, self.facts(self.step))
+        return self.hidden.make()
 
     def plan(self, places: Sequence[Path | None]) -> Any:
         """Return the plan of everything that this rank could write.
@@ -318,6 +321,7 @@ class _Save(Job):
         assert self.hidden is not None
         target.check_written(self.written, self.sums, self.folder)
         self.hidden.check()
+        series.remember(self.folder, self.model, is_saved=True)
         target.publish(self.written, self.folder)
         if self.series is not None:
             series.move_latest(self.series, self.folder.name)

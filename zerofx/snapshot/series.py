@@ -10,14 +10,25 @@ The newest snapshot is the one that was saved last, whatever its step: a run tha
 
 from __future__ import annotations
 
+import functools
+import gc
+import hashlib
 import json
 import math
 import os
 import re
 import secrets
+import time
+import weakref
+from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from zerofx.errors import ArgumentError, SnapshotError
+from zerofx.model.module import CompiledModule
+from zerofx.snapshot import files, state
+from zerofx.snapshot.held import Replaced
 from zerofx.snapshot.target import MANIFEST, discard, is_ours, sync_file
 
 LATEST = "latest"
@@ -53,6 +64,11 @@ def check_options(step: object, keep: object, copies: object) -> None:
 def place_of(folder: Path, step: int) -> Path:
     """Return the path of the snapshot of a step."""
     return folder / f"step-{step:06d}"
+
+
+def home_of(folder: Path) -> Path:
+    """Return the series of a snapshot, or `folder` itself if that is not the snapshot of a step."""
+    return folder.parent if _STEP.fullmatch(folder.name) else folder
 
 
 def check_place(folder: Path) -> None:
@@ -116,3 +132,128 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the newest `keep` snapshots."""
     for old in snapshots_in(folder)[keep:]:
         discard(old)
+
+
+# -- of one model: a save never replaces or removes the snapshots of another -----------------------
+# Two models are the same if their parameters have the same names and shapes. Class, dtype, plan,
+# world size and buffers may differ. Of live models that are alike, as the two generators of a
+# CycleGAN are, those that have saved or loaded a directory own it.
+
+
+_WAY_OUT = (
+    "Give each model a folder of its own, for example run/generator and run/discriminator, or "
+    "remove the old snapshot if it is no longer needed."
+)
+# Of each directory, in this process: the models that have saved or loaded it, and the last save.
+_USERS: dict[Path, list[weakref.ref[CompiledModule]]] = {}
+_SAVED: dict[Path, float] = {}
+
+
+def check_owner(folder: Path, model: CompiledModule, facts: Mapping[str, Any]) -> None:
+    """Check that a save of this model to `folder` is beside and over snapshots of its own.
+
+    facts: what the manifest will say of the model.
+
+    Raises:
+        SnapshotError: a snapshot there is of another model; names both, and what differs.
+    """
+    home, found = home_of(folder), [folder] if (folder / MANIFEST).exists() else []
+    if home != folder:
+        found += [each for each in snapshots_in(home) if each != folder]
+    for each in found:
+        _check_one(each, facts)
+    if not found:
+        _USERS.pop(home, None)
+        _SAVED.pop(home, None)
+    elif _is_of_another(home, model):
+        raise SnapshotError(
+            f"{found[0]} is a snapshot of another {facts['model']} of this process, whose "
+            f"parameters have the same names and shapes. A save of this one would replace it or "
+            f"be taken for it. {_WAY_OUT}"
+        )
+
+
+def remember(folder: Path, model: CompiledModule, is_saved: bool = False) -> None:
+    """Note that a model has loaded this snapshot or series, or is about to publish it."""
+    home = home_of(folder)
+    users = _USERS.setdefault(home, [])
+    if not any(user() is model for user in users):
+        users.append(weakref.ref(model))
+    if is_saved:
+        _SAVED[home] = time.monotonic()
+
+
+def _is_of_another(home: Path, model: CompiledModule) -> bool:
+    """Return whether a live model has used a directory, and this one has not.
+
+    A model that was compiled after the last save is the successor of those before, as when the
+    cells of a notebook run again.
+    """
+    users, made = _USERS.get(home, []), model._zerofx.engine.store.made
+    if any(user() is model for user in users) or made > _SAVED.get(home, -math.inf):
+        return False
+    if any(user() is not None for user in users):
+        gc.collect()  # models have cycles
+    return any(user() is not None for user in users)
+
+
+def _check_one(snapshot: Path, facts: Mapping[str, Any]) -> None:
+    try:
+        found = os.stat(snapshot / MANIFEST)
+        if _model_digest_of(snapshot, found.st_ino, found.st_mtime_ns) == _model_digest(facts):
+            return
+        saved = _manifest(snapshot)
+    except (SnapshotError, Replaced, OSError):
+        return  # what cannot be read is no one's
+    differences = _differences(saved, facts)
+    if differences:
+        raise SnapshotError(
+            f"{snapshot} is a snapshot of another model: {_called(saved)} is saved there, this is "
+            f"{_called(facts)}, and {state.few(differences)}. {_WAY_OUT}"
+        )
+
+
+def _differences(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return how the parameters differ. One that is a buffer of the other model is ignored there.
+
+    A plan's `ignored_params` moves parameters to the buffers.
+    """
+    names = sorted({*saved["parameters"], *here["parameters"]})
+    old, new = ({**each["buffers"], **each["parameters"]} for each in (saved, here))
+    texts = []
+    for name in names:
+        if name not in new:
+            texts.append(f"{name} is only in the snapshot")
+        elif name not in old:
+            texts.append(f"{name} is only in this model")
+        elif _shape(old[name]) != _shape(new[name]):
+            shapes = f"{_shape(old[name])} in the snapshot and {_shape(new[name])} in this model"
+            texts.append(f"{name} is {shapes}")
+    return texts
+
+
+def _called(facts: Mapping[str, Any]) -> str:
+    kind, count = facts.get("model"), len(facts["parameters"])
+    named = kind if isinstance(kind, str) else "a model"  # older snapshots do not name the class
+    return f"{named} with {count} parameter{'' if count == 1 else 's'}"
+
+
+def _shape(text: str) -> str:
+    """Return the shape in a description such as "float32 [64, 16]"."""
+    return text.partition(" ")[2]
+
+
+def _manifest(snapshot: Path) -> dict[str, Any]:
+    with closing(files.OpenSnapshot(snapshot)) as opened:
+        return opened.manifest
+
+
+@functools.lru_cache(maxsize=1024)
+def _model_digest_of(snapshot: Path, inode: int, changed_ns: int) -> str:
+    """Return the digest of a snapshot's model; it is read once, not at every save."""
+    return _model_digest(_manifest(snapshot))
+
+
+def _model_digest(facts: Mapping[str, Any]) -> str:
+    shapes = sorted((name, _shape(text)) for name, text in facts["parameters"].items())
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()

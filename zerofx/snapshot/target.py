@@ -391,7 +391,7 @@ def make(folder: Path) -> None:
 
 
 def begin(folder: Path) -> SavePlace:
-    """Lock the place of a save, tidy up after interrupted ones, and return the new directory."""
+    """Lock the place of a save, and tidy up after interrupted ones; `make` is yet to be called."""
     check_place(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     hidden = SavePlace(folder.parent, folder.name, folder)
@@ -405,7 +405,6 @@ def begin(folder: Path) -> SavePlace:
                     break
         for left in (beside(folder, "new"), beside(folder, "old")):
             discard(left)
-        hidden.make()
     except BaseException:
         hidden.close()
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 
 import torch
@@ -39,6 +40,7 @@ class ShardStore:
         self, layout: Layout, world: World, in_backward: bool = False, folder: str | None = None
     ) -> None:
         self.layout, self.folder = layout, folder
+        self.made = time.monotonic()
         self.world = world
         self.ledger = Ledger(layout, world, in_backward)
         self.pieces = {name: make_piece(self.ledger, name) for name in layout.owned}
