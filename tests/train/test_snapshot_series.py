@@ -153,6 +153,43 @@ def test_a_save_never_replaces_another_model(pool: Pool, tmp_path: Path, backgro
             ) in text
 
 
+def shared_optimizer(folder: str) -> str:
+    (gen, _), (disc, _) = pair()
+    joint = torch.optim.Adam([*gen.parameters(), *disc.parameters()])
+    with pytest.raises(SnapshotError) as caught:
+        zerofx.save(folder, gen, joint)
+
+    def adversarial() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"gen": nn.Linear(4, 4), "disc": nn.Linear(4, 1)})
+        both = zerofx.compile(net, PLAN)
+        return both, torch.optim.Adam(both.parameters(), lr=0.1)
+
+    def train(both: Any, optimizer: Any) -> torch.Tensor:
+        loss = both.disc(both.gen(torch.ones(2, 4))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    both, optimizer = adversarial()
+    train(both, optimizer)
+    zerofx.save(folder, both, optimizer, {"step": 1})
+    loss = train(both, optimizer)
+    again = adversarial()
+    assert zerofx.resume(folder, *again) == {"step": 1}
+    assert torch.equal(train(*again), loss) and is_equal(again[0], values(both))
+    return str(caught.value)
+
+
+def test_one_optimizer_of_two_models_is_saved_with_a_module_of_both(
+    pool: Pool, tmp_path: Path
+) -> None:
+    for text in pool.run(2, shared_optimizer, str(tmp_path / "run")):
+        assert "that is not the model's" in text
+        assert "save that: torch.nn.ModuleDict(dict(gen=..., disc=...))" in text
+
+
 def test_models_that_are_alike_have_a_folder_each(tmp_path: Path) -> None:
     (there, _), (back, _) = trained(), trained()
     for options in ({}, {"step": 3}):

@@ -110,7 +110,10 @@ def group_names(store: ShardStore, optimizer: Optimizer) -> list[list[str]]:
                 raise SnapshotError(
                     f"group {number} of {type(optimizer).__name__} has a parameter of shape "
                     f"{list(param.shape)} that is not the model's. Build the optimizer over "
-                    "model.parameters() after zerofx.compile, and another one for other parameters."
+                    "model.parameters() after zerofx.compile, and another one for other "
+                    "parameters. Or, if one optimizer trains several models, put these into one "
+                    "module before zerofx.compile, call them as both.gen(z) and both.disc(x), and "
+                    "save that: torch.nn.ModuleDict(dict(gen=..., disc=...)) is one."
                 )
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
