@@ -48,6 +48,12 @@ class Job:
                 f"{type(model).__name__}, the third the model. Call "
                 "zerofx.save(folder, model, optimizer) or zerofx.load(folder, model, optimizer)."
             )
+        if isinstance(model, (list, tuple, dict)):
+            raise ArgumentError(
+                f"{folder}: model is a {type(model).__name__}, and a snapshot is of one model. "
+                "Call zerofx.save or zerofx.load once for each model, with a folder of its own, "
+                "for example run/generator and run/discriminator."
+            )
         if not isinstance(model, CompiledModule):
             raise SnapshotError(
                 f"{folder}: a snapshot needs a model that zerofx.compile returned, but this is a "

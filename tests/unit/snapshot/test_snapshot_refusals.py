@@ -12,7 +12,7 @@ from snapshot_cases import Harm, other_run, refused, tree
 from torch import nn
 
 import zerofx
-from zerofx.errors import SnapshotError
+from zerofx.errors import ArgumentError, SnapshotError
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,10 @@ def test_not_ours(tmp_path: Path, live: Any) -> None:
         zerofx.save(tmp_path / "save", nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(SnapshotError, match="this is a plain Linear"):
         zerofx.load(tmp_path / "save", nn.Linear(2, 2))  # type: ignore[arg-type]
+    several: Any
+    for several in ([live[0], live[0]], {"gen": live[0]}):
+        with pytest.raises(ArgumentError, match="once for each model, with a folder of its own"):
+            zerofx.save(tmp_path / "save", several, [live[1], live[1]])
     stranger = torch.optim.SGD([nn.Parameter(torch.zeros(2, 3))])
     with pytest.raises(SnapshotError, match=r"shape \[2, 3\] that is not the model's"):
         zerofx.save(tmp_path / "save", live[0], stranger)
