@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zerofx.comm.mail import Transfer
+from zerofx.comm.mail import Transfer, check_memory
 from zerofx.errors import DesyncError
 from zerofx.policy import exchange
 from zerofx.policy.borrowing import Scratch
@@ -192,7 +192,9 @@ def receive_buffers(device: torch.device) -> Scratch[Tensor]:
 
     def make(numel: int, dtype: torch.dtype) -> Tensor:
         with torch.inference_mode(False):  # the buffer outlives the mode of its first borrower
-            return torch.empty(numel, dtype=dtype, device=device)
+            made = torch.empty(numel, dtype=dtype, device=device)
+        check_memory(made)  # a buffer without memory would be reused by later collectives
+        return made
 
     return Scratch(make)
 

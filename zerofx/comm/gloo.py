@@ -26,7 +26,7 @@ from zerofx.comm.collectives import (
     ordered_sum,
     receive_buffers,
 )
-from zerofx.comm.mail import MemoryWire
+from zerofx.comm.mail import MemoryWire, check_memory
 from zerofx.compat.groups import all_gather_flat, group_backend
 from zerofx.policy import exchange
 from zerofx.policy.borrowing import Loan
@@ -178,6 +178,7 @@ class GlooAxis(Axis):
         return GroupWork(self._lane, label, handles)
 
     def send(self, buf: Tensor, to: int, label: str = "send") -> Work:
+        check_memory(buf)
         self._lane.count("send", buf.nbytes, buf.nbytes if to in self.elsewhere else 0)
         try:
             handle = self._gather_wire.send([buf], to, _tag(buf))
@@ -186,6 +187,7 @@ class GlooAxis(Axis):
         return GroupWork(self._lane, label, [handle])
 
     def receive(self, buf: Tensor, source: int, label: str = "receive") -> Work:
+        check_memory(buf)
         try:
             handle = self._gather_wire.recv([buf], source, _tag(buf))
         except RuntimeError as error:
@@ -193,6 +195,7 @@ class GlooAxis(Axis):
         return GroupWork(self._lane, label, [handle])
 
     def shift(self, landing: Tensor, leaving: Tensor, label: str = "shift") -> Work:
+        check_memory(landing, leaving)
         is_across = (self.rank + 1) % self.size in self.elsewhere
         self._lane.count("send", leaving.nbytes, leaving.nbytes if is_across else 0)
         wire, tag = self._gather_wire, _tag(leaving)
@@ -228,6 +231,7 @@ class GlooAxis(Axis):
     ) -> list[Any]:
         """Post `receives[peer]` and `sends[peer]` for every peer, and return their handles."""
         handles = []
+        check_memory(*(buffers[peer] for peer in self._peers for buffers in (receives, sends)))
         try:
             for peer in self._peers:
                 landing = receives[peer]

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zerofx.comm.meeting import Meeting
-from zerofx.errors import PlanError, as_sentence
+from zerofx.errors import PlanError, ShardError, as_sentence
 
 VARIABLE = "ZEROFX_TRANSPORT"
 """`memory` (the default) or `gloo`: what carries messages between ranks of one host."""
@@ -86,6 +86,31 @@ def read_memory(pid: int, source: int, target: int, nbytes: int) -> None:
         done += got
 
 
+def check_memory(*tensors: Tensor) -> None:
+    """Raise if a tensor has no memory that a message could be read from, or written to.
+
+    A tensor of `torch.compile`'s, `torch.export`'s or zerofx's tracing has none: its address is 0.
+
+    Raises:
+        ShardError: one has none.
+    """
+    for tensor in tensors:
+        if tensor.nbytes and not _address(tensor):
+            raise ShardError(
+                f"a collective was called on a tensor of shape {list(tensor.shape)} that has no "
+                "memory, as in code that a compiler is tracing (FakeTensorMode, torch.export). "
+                "Call the compiled model, and whatever gathers its parameters, outside of it."
+            )
+
+
+def _address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 if it has no memory."""
+    try:
+        return tensor.untyped_storage().data_ptr()  # a view begins after it
+    except RuntimeError:  # a wrapper without a storage
+        return 0
+
+
 class Transfer:
     """A message on its way to or from another rank."""
 
@@ -93,6 +118,7 @@ class Transfer:
 
     def __init__(self, peer: _Peer, tensor: Tensor) -> None:
         assert tensor.is_contiguous(), "a message is one stretch of memory"
+        check_memory(tensor)
         self.peer = peer
         self.nbytes = tensor.nbytes
         self.address = tensor.data_ptr()

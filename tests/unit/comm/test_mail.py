@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,8 @@ from world_cases import assert_bit_equal, every_collective
 from zerofx.comm import mail
 from zerofx.comm.mail import MemoryWire
 from zerofx.comm.world import World
-from zerofx.errors import DesyncError, PlanError
+from zerofx.compat.graphs import FakeTensorMode
+from zerofx.errors import DesyncError, PlanError, ShardError
 
 LIMIT = timedelta(seconds=30)
 SHORT, LONG = mail._SHORT // 4, 1 << 20  # numbers of floats
@@ -243,6 +246,47 @@ def of_other_sizes() -> str:
 def test_a_message_of_another_size_is_refused(pool: Pool) -> None:
     assert "sent 32 bytes for 64" in pool.run(2, of_other_sizes)[0]
     pool.renew()
+
+
+def without_memory(transport: str) -> list[str]:
+    """Launch collectives on fake tensors, whose address is 0; the next ones run as before."""
+    os.environ[mail.VARIABLE] = transport
+    try:
+        world = World.connect("cpu")
+    finally:
+        os.environ.pop(mail.VARIABLE)
+    axis, peer = world.axis("shard"), 1 - world.rank
+    said = []
+    with FakeTensorMode():
+        fake, both = torch.empty(8), torch.empty(16)
+    launches: list[Callable[[], Any]] = [
+        lambda: axis.all_gather(both, fake),
+        lambda: axis.all_gather(torch.empty(16), fake),
+        lambda: axis.all_gather(both, torch.empty(8)),
+        lambda: axis.send(fake, peer),
+        lambda: axis.receive(fake, peer),
+        lambda: axis.shift(fake, torch.empty(8)),
+    ]
+    if transport == "memory":
+        launches.append(lambda: wire_of(world).recv([fake], peer, 1))
+    for launch in launches:
+        with pytest.raises(ShardError) as caught, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch deprecates the address of a fake tensor
+            launch()
+        said.append(str(caught.value))
+    found = torch.empty(2)
+    axis.all_gather(found, torch.full((1,), float(world.rank))).wait()
+    assert found.tolist() == [0.0, 1.0]
+    return said
+
+
+@pytest.mark.parametrize("transport", ["memory", "gloo"])
+def test_a_tensor_without_memory_is_refused_before_anything_is_sent(
+    pool: Pool, transport: str
+) -> None:
+    pool.renew()
+    for said in pool.run(2, without_memory, transport):
+        assert all("that has no memory" in each for each in said)
 
 
 def forks() -> bool:
