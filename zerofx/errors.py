@@ -54,10 +54,12 @@ class CaptureError(ZerofxError, RuntimeError):
     """The model's forward cannot be captured as a static graph.
 
     `like` makes it an instance of another error's built-in class as well. `torch_error` is the
-    exception that tracing raised, with its whole traceback, or None.
+    exception that tracing raised, with its whole traceback, or None. `is_final` means that the
+    forward must not run eagerly either.
     """
 
     torch_error: BaseException | None = None
+    is_final = False
 
     @staticmethod
     def like(error: BaseException, message: str) -> CaptureError:

@@ -690,3 +690,78 @@ def test_a_long_loop_is_named_with_the_island_that_avoids_it(
         torch.testing.assert_close(grad, grads_of(plain)[name], atol=1e-6, rtol=1e-5, msg=name)
     assert [str(island.entry) for island in model.zerofx.islands] == [""]
     assert [p.model_name for p in model.programs]  # of the layers that it calls
+
+
+# -- parts of other compiled models ----------------------------------------------------------------
+
+
+class Distilled(nn.Module):
+    """A student that calls a teacher which is no submodule of it."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.student = nn.Linear(WIDTH, WIDTH)
+        self.teacher = (teacher,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.teacher[0](x)
+        return (self.student(x) - wanted).pow(2).mean()
+
+
+def distilled() -> str:
+    torch.manual_seed(0)
+    teacher = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    x = torch.randn(4, WIDTH)
+    wanted = Distilled(copy.deepcopy(teacher))(x)
+    ours: Any = zerofx.compile(teacher, zerofx.Plan(stage=3, **ATEN))
+    model: Any = zerofx.compile(Distilled(ours), zerofx.Plan(stage=3, **ATEN))
+    for _ in range(2):
+        found = model(x)
+        torch.testing.assert_close(found, wanted)
+        found.backward()
+    assert not ours.zerofx.islands, "the teacher's own programs run"
+    return str(model.zerofx.islands[0])
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_compiled_teacher_may_be_called_in_another_models_forward(pool: Pool, size: int) -> None:
+    for said in pool.run(size, distilled):
+        assert "forward calls Sequential at test_islands.py:" in said
+
+
+class Closed(nn.Module):
+    """A block whose function is a lambda over its layers, as in minGPT."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        last = self.blocks[1]
+        self.f = lambda x: F.linear(x, last.weight) if reads else last(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.f(self.blocks[0](x)).pow(2).mean()
+
+
+def closed(reads: bool) -> str:
+    torch.manual_seed(0)
+    model: Any = zerofx.compile(Closed(reads), zerofx.Plan(stage=3, **ATEN))
+    x = torch.randn(4, WIDTH)
+    average = copy.deepcopy(model)
+    with pytest.raises(CaptureError) as caught:
+        average(x)
+    assert model(x).isfinite() and not model.zerofx.islands  # the original is as it was
+    new: Any = zerofx.compile(Closed(reads), zerofx.Plan(stage=3, **ATEN))
+    new.load_state_dict(model.state_dict())  # as the error advises
+    torch.testing.assert_close(new(x), model(x))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_copy_that_reaches_its_original_is_refused(pool: Pool, size: int, reads: bool) -> None:
+    does = "reads blocks.1.weight" if reads else "calls Closed.blocks.1"
+    for said in pool.run(size, closed, reads):
+        assert "Closed.f (test_islands.py:" in said
+        assert f"{does} of the Closed that this one is a copy of" in said

@@ -1,17 +1,22 @@
-"""Guards: errors, before tracing, for models and arguments that cannot be captured faithfully."""
+"""Guards: errors for models, arguments and calls that cannot be captured faithfully."""
 
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType, FunctionType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from zerofx.capture.lines import is_user_file, line_text, user_line
 from zerofx.capture.original import MODEL, Entry
 from zerofx.compat.autograd import has_gradient_hooks
 from zerofx.compat.callers import DTensor, distributed_by, unwrapped
@@ -19,7 +24,8 @@ from zerofx.compat.graphs import FakeTensor, pytree, with_effects
 from zerofx.compat.tracing import OptimizedModule
 from zerofx.errors import CaptureError
 from zerofx.ir.meta import info
-from zerofx.runtime.tensors.piece import piece_of
+from zerofx.runtime.tensors.piece import Ledger, piece_of
+from zerofx.runtime.tensors.tensor import reads_values
 
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, functools.partial)
 
@@ -227,3 +233,123 @@ def check_graph(gm: fx.GraphModule) -> None:
                     "requires grad but is no parameter of the model, so it would not be trained. "
                     "Register it (nn.Parameter, nn.ModuleList), pass it in, or detach it."
                 )
+
+
+# -- Parts of other compiled models ----------------------------------------------------------------
+
+
+# A forward may reach them through a closure or a plain attribute. A call of another compiled model
+# runs programs of its own, on shards of its own. Tracing cannot look inside it, and its collectives
+# would be launched on fake tensors, which have no memory. The forward then runs eagerly, where such
+# a call works.
+#
+# It is a mistake in a copy that reaches the model it was copied from: `copy.deepcopy` copies
+# modules, but shares functions, so a lambda that refers to a submodule still refers to the
+# original's.
+
+
+@dataclass(frozen=True)
+class UserForward:
+    """The model whose forward runs now, as the user's code.
+
+    ledger: that of its parameters; None if it is not compiled.
+    is_traced: it is being captured; otherwise it runs eagerly.
+    """
+
+    model: nn.Module
+    ledger: Ledger | None
+    is_traced: bool
+
+
+_RUNNING: ContextVar[UserForward | None] = ContextVar("zerofx_running", default=None)
+
+
+@contextmanager
+def running(model: nn.Module, ledger: Ledger | None, is_traced: bool) -> Iterator[None]:
+    """Refuse parts of other models that a forward inside the block must not reach."""
+    token = _RUNNING.set(UserForward(model, ledger, is_traced))
+    try:
+        yield
+    finally:
+        _RUNNING.reset(token)
+
+
+def check_foreign_call(name: str, ledger: Ledger, is_model: bool) -> None:
+    """Raise if the forward that runs now must not call a function of another compiled model.
+
+    name: of the function. ledger: of the model that it belongs to.
+    is_model: it is the forward of the whole model.
+
+    Raises:
+        CaptureError: the forward is being captured, or belongs to a copy of that model.
+    """
+    now = _RUNNING.get()
+    if now is None or now.ledger is ledger:
+        return
+    if _is_original(ledger, now) and not is_model:
+        _refuse_original(now, "calls", name)
+    if now.is_traced:
+        line = user_line(sys._getframe(1))
+        raise CaptureError(
+            f"capture: forward calls {name} at {line}, which belongs to another compiled model and "
+            "has programs of its own. To capture this forward, make the other model a submodule "
+            "before zerofx.compile, or call it outside and pass in what it returns."
+        )
+
+
+def check_foreign_read(func: Any, args: tuple[Any, ...], tensor: Tensor) -> None:
+    """Raise if the forward of a copy reads a parameter of the model that it was copied from.
+
+    func, args: the torch function that is called, and its arguments, of which `tensor` is one.
+
+    Raises:
+        CaptureError: it does.
+    """
+    now, piece = _RUNNING.get(), piece_of(tensor)
+    if now is None or piece is None or not _is_original(piece.ledger, now):
+        return
+    if reads_values(func, args):
+        _refuse_original(now, "reads", piece.name)
+
+
+def _is_original(ledger: Ledger, now: UserForward) -> bool:
+    return now.ledger is not None and ledger.number in now.ledger.copied_from
+
+
+def _refuse_original(now: UserForward, does: str, name: str) -> NoReturn:
+    kind = type(now.model).__name__
+    error = CaptureError(
+        f"capture: {_reaching(now.model, sys._getframe(2))} {does} {name} of the {kind} that this "
+        "one is a copy of, since copy.deepcopy copies modules but shares functions and what they "
+        f"refer to. Make it a method that uses self, or build a new {kind}, compile it, and load "
+        "the state with new.load_state_dict(model.state_dict())."
+    )
+    error.is_final = True
+    raise error
+
+
+def _reaching(model: nn.Module, frame: FrameType | None) -> str:
+    """Name the user's function that reached another model: `M.f (lam.py:7)`."""
+    functions = [
+        (".".join(filter(None, (type(model).__name__, path, key))), value)
+        for path, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, FunctionType) and value.__closure__
+    ]
+    first = user_line(frame)
+    while frame is not None:
+        code = frame.f_code
+        for name, function in functions if is_user_file(code.co_filename) else ():
+            if _runs(function, frame):
+                return f"{name} ({line_text(code.co_filename, code.co_firstlineno)})"
+        frame = frame.f_back
+    return f"forward at {first}"
+
+
+def _runs(function: FunctionType, frame: FrameType) -> bool:
+    """Return whether a frame is that of a function, with the same closure."""
+    if function.__code__ is not frame.f_code:
+        return False
+    held = zip(frame.f_code.co_freevars, function.__closure__ or (), strict=True)
+    found = frame.f_locals
+    return all(found.get(name, held) is cell.cell_contents for name, cell in held)

@@ -14,6 +14,7 @@ from torch.fx import traceback as fx_traceback
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from zerofx.capture import call as trees
+from zerofx.capture import guard
 from zerofx.capture.call import KEYWORD, Call
 from zerofx.capture.effects import Modes
 from zerofx.capture.formats import cast_inputs, check_unwritten, counted_writes
@@ -95,7 +96,7 @@ class Harness(nn.Module):
             for i in call.tensors
         ]
         self._numbers = numbers
-        self.lines = LineMode()
+        self.lines = LineMode(guard.check_foreign_read)
         self.results = Results()
         self.changed_mode = ""
         self.changed_state = ""
@@ -116,7 +117,8 @@ class Harness(nn.Module):
         numbers = dict(zip(self._numbers, inputs[count:], strict=True))
         args, kwargs = self._call.varied(numbers).rebuild(given)
         modes = Modes()
-        with self._swap.given(kwargs.pop(KEYWORD, {})), self._swap.layered():
+        running = guard.running(self.model, self._swap.ledger, is_traced=True)
+        with running, self._swap.given(kwargs.pop(KEYWORD, {})), self._swap.layered():
             state = State(self.model)
             with self._links.followed():
                 try:

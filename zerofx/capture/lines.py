@@ -153,6 +153,9 @@ def check_call(name: str, args: Any, kwargs: dict[str, Any], line: str) -> None:
 class LineMode(TorchFunctionMode):
     """A mode that marks the nodes of every torch call with the user line that made the call.
 
+    check_outside: is called with the function, its arguments, and each of them that is a tensor
+        from outside the trace.
+
     last_call: the name of the most recently called function, for errors.
     text_line: the line where a tensor was first formatted as text, or "".
     constants: tensors that forward reads and that are neither arguments nor registered, by id.
@@ -167,8 +170,9 @@ class LineMode(TorchFunctionMode):
     seeded_at = ""
     undecided = ""
 
-    def __init__(self) -> None:
+    def __init__(self, check_outside: Callable[[Any, Any, Tensor], None] | None = None) -> None:
         super().__init__()
+        self._check_outside = check_outside
         self.checks: dict[str, tuple[bool, str]] = {}
         self.constants: dict[int, Tensor] = {}
         self._seed = torch.initial_seed()
@@ -184,7 +188,11 @@ class LineMode(TorchFunctionMode):
         name = self.last_call = getattr(func, "__name__", "")
         line = user_line(sys._getframe(1))
         check_call(name, args, kwargs or {}, line)
-        self.constants.update({id(t): t for t in argument_tensors(args, {}) if is_outside_trace(t)})
+        for tensor in argument_tensors(args, {}):
+            if is_outside_trace(tensor):
+                if self._check_outside is not None:
+                    self._check_outside(func, args, tensor)
+                self.constants[id(tensor)] = tensor
         if torch.initial_seed() != self._seed:
             self.seeded_at = self.seeded_at or line or "a library's call"
         with fx_traceback.annotate({LINE: line}):

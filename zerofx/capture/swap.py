@@ -67,6 +67,8 @@ class StateSwap:
         first: dict[int, str] = {}
         self.held_dtypes: dict[str, torch.dtype] = {}  # by name, of the original tensors
         self.parts: dict[str, Part] = {}  # the slices that the model brings, by name
+        pieces = filter(None, map(piece_of, model.parameters()))
+        self.ledger = next((piece.ledger for piece in pieces), None)  # None: not compiled
         self._buffers = list(model.named_buffers(remove_duplicate=False))
         known = {} if param_meta is None else param_meta
         for prefix, module in self._modules:

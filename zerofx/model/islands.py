@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zerofx.capture import guard
 from zerofx.capture.formats import cast_inputs, dtype_at
 from zerofx.capture.original import ALL, OWN, Entry, Place, original
 from zerofx.compat.autograd import at_end_of_backward, backward_number
@@ -256,6 +257,7 @@ def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str
             stack.enter_context(own.original.restored(model))
         stack.enter_context(read_by(own.engine.store.ledger, _reader(own, stack, name)))
         before = _buffer_versions(own)
+        stack.enter_context(guard.running(model, own.engine.store.ledger, is_traced=False))
         result = island.entry.call(model, args, kwargs)
         if changed := _changed(before, _buffer_versions(own)):
             own.engine.turns.share_buffers(name, changed)

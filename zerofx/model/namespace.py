@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zerofx.capture import guard
 from zerofx.capture.call import IgnoredPlace, flatten, ignored_of, unflatten, with_ignored
 from zerofx.capture.explain import shorten
 from zerofx.capture.formats import cast_modules, compute_dtypes
@@ -343,6 +344,8 @@ class Namespace:
         if not self.original.is_whole_in_part:
             self.engine.store.check_bindings()
         self._check_caller()
+        name = entry.describe(self.model)
+        guard.check_foreign_call(name, self.engine.store.ledger, entry.is_model)
         if self.plan.parallel.pipeline > 1:
             return self._run_pipeline(entry, args, kwargs)
         known = self._islands.get(entry)
@@ -352,9 +355,10 @@ class Namespace:
             program, taken = self._program_of(entry, args, kwargs)
         except Exception as error:
             shorten(error)
-            if not isinstance(error, CaptureError) or not self._may_be_island(entry):
+            is_refusal = isinstance(error, CaptureError) and not error.is_final
+            if not is_refusal or not self._may_be_island(entry):
                 raise error  # not a bare raise: Python 3.10 would use an earlier traceback
-            refused = error
+            refused = cast("CaptureError", error)
         else:
             return program(args, taken)
         form, island = self._form(entry, args, kwargs), islands.island_of(self, entry, refused)

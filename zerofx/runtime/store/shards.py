@@ -128,6 +128,7 @@ class ShardStore:
                 other.homes.rest()
         store.ignored, store.posted = other.ignored, other.posted
         store.ledger.layered = other.ledger.layered
+        store.ledger.copied_from = other.ledger.copied_from | {other.ledger.number}
         for name, param in other.params.items():
             tree.place(name, store._parameter(name, param))
         store._watch(tree)

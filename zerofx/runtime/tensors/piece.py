@@ -110,6 +110,7 @@ class Ledger:
     model frees its shards at once.
 
     number: increases from model to model, so that all ranks have any two of them in the same order.
+    copied_from: the numbers of the models that this one is a deep copy of, or a copy of a copy.
     homes: allocates memory for data that belongs to a bucket, on the bucket's tier.
     steps_begun: the number of steps of optimizers that have begun, even if they did not end.
     pending: updates on the host that run next to the schedule.
@@ -129,6 +130,7 @@ class Ledger:
         self.layout = layout
         self.world = world
         self.number = next(_NUMBERS)
+        self.copied_from: frozenset[int] = frozenset()
         self.is_delayed = False  # set by the engine: updates run during the next step
         self.seen_writes = 0
         self.own_writes = 0
