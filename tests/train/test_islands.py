@@ -765,3 +765,18 @@ def test_a_copy_that_reaches_its_original_is_refused(pool: Pool, size: int, read
     for said in pool.run(size, closed, reads):
         assert "Closed.f (test_islands.py:" in said
         assert f"{does} of the Closed that this one is a copy of" in said
+
+
+# -- values that are read between steps ------------------------------------------------------------
+
+
+def guarded() -> None:
+    model: Any = zerofx.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH)), zerofx.Plan(**ATEN))
+    with zerofx.whole(model):
+        assert model.zerofx.world.rank == dist.get_rank()
+        assert type(model) is nn.Sequential
+    assert "zerofx" not in vars(model)
+
+
+def test_a_model_tells_its_rank_while_it_is_whole(pool: Pool) -> None:
+    pool.run(2, guarded)

@@ -22,7 +22,7 @@ from zerofx.runtime.store.state import FullReader
 def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]:
     """Let eager code use the whole parameters of a module, as plain `nn.Parameter`s.
 
-    Inside the block, the module is the user's own again, without `model.zerofx`. It runs eagerly,
+    Inside the block, the module is the user's own again, with `model.zerofx`. It runs eagerly,
     and all code that reads parameters works (generate, merge_and_unload, save_pretrained,
     histograms, state_dict). This is a collective call: every rank must enter and leave. Until then,
     each rank holds all parameters of the module, on the device that it computes with. To hold less,
@@ -59,9 +59,24 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
         yield from _read(own, path, module, write_back)
 
 
-def _restored(own: Namespace, path: str) -> contextlib.AbstractContextManager[None]:
-    """Restore the model's own class inside the block, if the model itself is whole."""
-    return contextlib.nullcontext() if path else own.original.restored(own.model)
+@contextlib.contextmanager
+def _restored(own: Namespace, path: str) -> Iterator[None]:
+    """Restore the model's own class inside the block, if the model itself is whole.
+
+    `model.zerofx` stays, for code that asks for the rank, unless the model has that name itself.
+    """
+    if path:
+        yield
+        return
+    with own.original.restored(own.model):
+        is_added = not hasattr(own.model, "zerofx")
+        if is_added:
+            own.model.__dict__["zerofx"] = own
+        try:
+            yield
+        finally:
+            if is_added:
+                own.model.__dict__.pop("zerofx", None)
 
 
 def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Iterator[nn.Module]:
