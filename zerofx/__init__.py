@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zerofx.model.full_state import full_state_dict as full_state_dict
     from zerofx.model.full_state import iter_state_dict as iter_state_dict
     from zerofx.model.module import CompiledModule as CompiledModule
+    from zerofx.model.whole import full_tensor as full_tensor
     from zerofx.model.whole import whole as whole
     from zerofx.plan.plan import Offload as Offload
     from zerofx.plan.plan import Plan as Plan
@@ -59,6 +60,7 @@ _HOME = {
     "CompiledModule": "zerofx.model.module",
     "full_state_dict": "zerofx.model.full_state",
     "iter_state_dict": "zerofx.model.full_state",
+    "full_tensor": "zerofx.model.whole",
     "whole": "zerofx.model.whole",
     "Plan": "zerofx.plan.plan",
     "Preemption": "zerofx.runtime.preemption",

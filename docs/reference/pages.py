@@ -125,7 +125,7 @@ def cli_page() -> str:
 # -- The Python API --------------------------------------------------------------------------------
 
 SECTIONS = {
-    "Compile and train": ["compile", "CompiledModule", "whole", "Preemption"],
+    "Compile and train": ["compile", "CompiledModule", "whole", "full_tensor", "Preemption"],
     "Save and load": [
         "save", "load", "resume", "Rescue", "export", "load_weights", "full_state_dict",
         "iter_state_dict", "full_optimizer_state_dict",

@@ -780,3 +780,35 @@ def guarded() -> None:
 
 def test_a_model_tells_its_rank_while_it_is_whole(pool: Pool) -> None:
     pool.run(2, guarded)
+
+
+def trained(stage: int) -> tuple[Any, nn.Module]:
+    """Return a compiled model and the plain one, with gradients of the same batch."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    plain[1].bias.requires_grad_(False)
+    model: Any = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(stage=stage, **ATEN))
+    x = torch.randn(4, WIDTH)
+    plain(x).pow(2).mean().backward()
+    model(x).pow(2).mean().backward()
+    return model, plain
+
+
+def logged(stage: int) -> None:
+    model, plain = trained(stage)
+    pairs = list(zip(model.parameters(), plain.parameters(), strict=True))
+    for ours, theirs in pairs:
+        torch.testing.assert_close(zerofx.full_tensor(ours), theirs.detach())
+        assert not zerofx.full_tensor(ours).requires_grad
+        if theirs.grad is not None:
+            found = zerofx.full_tensor(ours.grad)
+            torch.testing.assert_close(found, theirs.grad)
+            found.zero_()  # a copy
+            assert zerofx.full_tensor(ours.grad).count_nonzero()
+    with pytest.raises(ArgumentError, match="was given a NoneType"):
+        zerofx.full_tensor(pairs[-1][0].grad)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 0), (2, 3)])
+def test_values_are_read_alike_on_one_rank_and_on_many(pool: Pool, size: int, stage: int) -> None:
+    pool.run(size, logged, stage)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from zerofx.capture.original import ALL, SLOT, Entry
 from zerofx.compat.modules import intercepted
@@ -57,6 +58,33 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
             yield module
     else:
         yield from _read(own, path, module, write_back)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole values of a parameter, a gradient or an optimizer state, as a plain tensor.
+
+    It is `tensor.full_tensor()` of a sharded tensor, and a copy of a plain one. So a script that
+    reads values runs on one process, or at stage 0, as on many ranks. If the tensor is sharded,
+    this is a collective call: every rank must make it.
+
+    Raises:
+        ArgumentError: it is given something that is not a tensor, such as a p.grad that is None.
+
+    Example:
+        for name, p in model.named_parameters():  # on all ranks
+            value = zerofx.full_tensor(p)
+            if rank == 0:
+                print(name, value.norm().item())
+    """
+    if not isinstance(tensor, Tensor):
+        raise ArgumentError(
+            f"zerofx.full_tensor was given a {type(tensor).__name__}, which is no tensor. Give it "
+            "a parameter, or a p.grad that is not None."
+        )
+    with torch.no_grad():
+        if isinstance(tensor, DTensor):
+            return tensor.full_tensor()
+        return tensor.detach().clone()
 
 
 @contextlib.contextmanager

@@ -41,8 +41,9 @@ def refusal(op: str, piece: ParameterPiece, why: str = "") -> ShardError:
             f"whole on one rank, use one of {ACCEPTED_OPTIMIZERS}, or Plan(stage=0)."
         )
     return ShardError(
-        f"{piece.name}: {op} {reason}. Use p.full_tensor(), zerofx.full_state_dict(model) or the "
-        "block of zerofx.whole(model) on all ranks, or p.to_local() for the piece."
+        f"{piece.name}: {op} {reason}. Use zerofx.full_tensor(p), which also takes p.grad, "
+        "zerofx.full_state_dict(model) or the block of zerofx.whole(model) on all ranks, or "
+        "p.to_local() for the piece."
     )
 
 
