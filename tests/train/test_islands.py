@@ -9,6 +9,7 @@ import logging
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -812,3 +813,40 @@ def logged(stage: int) -> None:
 @pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 0), (2, 3)])
 def test_values_are_read_alike_on_one_rank_and_on_many(pool: Pool, size: int, stage: int) -> None:
     pool.run(size, logged, stage)
+
+
+def with_gradients(stage: int) -> None:
+    model, plain = trained(stage)
+    with zerofx.whole(model):
+        assert model[0].weight.grad is None
+    with zerofx.whole(model, gradients=True):
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert type(ours) is nn.Parameter
+            assert (ours.grad is None) == (theirs.grad is None)
+            if theirs.grad is not None:
+                np.testing.assert_allclose(np.asarray(ours.grad), theirs.grad.numpy(), 1e-4, 1e-6)
+        with (
+            pytest.raises(ArgumentError, match="Give gradients=True to the outer"),
+            zerofx.whole(model[0], gradients=True),
+        ):
+            pass
+    for is_dropped in (False, True):
+        with (
+            pytest.raises(ShardError, match=r"0\.weight: p\.grad was changed inside zerofx\.whole"),
+            zerofx.whole(model[0], gradients=True) as layer,
+        ):
+            if is_dropped:
+                layer.weight.grad = None
+            else:
+                layer.weight.grad.zero_()
+    with (
+        pytest.raises(ShardError, match="got a gradient that was computed inside"),
+        zerofx.whole(model, gradients=True),
+    ):
+        model(torch.ones(4, WIDTH)).sum().backward()
+    torch.testing.assert_close(zerofx.full_tensor(model[0].weight.grad), plain[0].weight.grad)
+
+
+@pytest.mark.parametrize(("size", "stage"), [(1, 3), (2, 0), (2, 3)])
+def test_gradients_can_be_whole_inside_a_block(pool: Pool, size: int, stage: int) -> None:
+    pool.run(size, with_gradients, stage)

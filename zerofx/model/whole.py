@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zerofx.capture.original import ALL, SLOT, Entry
 from zerofx.compat.modules import intercepted
+from zerofx.compat.tensors import version_of
 from zerofx.errors import ArgumentError, ShardError
 from zerofx.model import islands
 from zerofx.model.namespace import Namespace
@@ -20,7 +21,9 @@ from zerofx.runtime.store.state import FullReader
 
 
 @contextlib.contextmanager
-def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]:
+def whole(
+    module: nn.Module, *, write_back: bool = False, gradients: bool = False
+) -> Iterator[nn.Module]:
     """Let eager code use the whole parameters of a module, as plain `nn.Parameter`s.
 
     Inside the block, the module is the user's own again, with `model.zerofx`. It runs eagerly,
@@ -34,12 +37,14 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
 
     module: a compiled model, or a submodule of one.
     write_back: keep rank 0's changes of the values.
+    gradients: make `p.grad` a whole copy of the gradient, where there is one. It takes as much
+        memory as the parameters. By default `p.grad` is None inside the block.
 
     Raises:
-        ArgumentError: the module is not part of a compiled model, or `write_back` is set in an
-            island.
-        ShardError: a parameter was written to without `write_back`, or got a gradient, which would
-            be lost; names it. The writes are not kept.
+        ArgumentError: the module is not part of a compiled model, or an option is set in an
+            island, or `gradients` where the parameters are already whole.
+        ShardError: a parameter was written to without `write_back`, or got a gradient, or its
+            gradient was changed, which would be lost; names it. The writes are not kept.
 
     Example:
         with zerofx.whole(model), torch.no_grad():  # on all ranks
@@ -47,6 +52,11 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
     """
     own, path = _place(module)
     if own.original.is_captured or own.is_covered(path):
+        if gradients:
+            raise ArgumentError(
+                "zerofx.whole(gradients=True) was entered where the parameters are already whole. "
+                "Give gradients=True to the outer zerofx.whole, and enter it outside of forward."
+            )
         yield module  # its parameters are already whole
     elif own.engine.turns.is_forward:
         if write_back:
@@ -54,10 +64,15 @@ def whole(module: nn.Module, *, write_back: bool = False) -> Iterator[nn.Module]
                 "zerofx.whole(write_back=True) was entered in the model's forward, which cannot "
                 "change parameters. Write to them after optimizer.step()."
             )
+        if gradients:
+            raise ArgumentError(
+                "zerofx.whole(gradients=True) was entered in the model's forward, before there are "
+                "gradients of it. Read them after backward()."
+            )
         with islands.gathered(own, Entry(path, ALL), "code in zerofx.whole"), _restored(own, path):
             yield module
     else:
-        yield from _read(own, path, module, write_back)
+        yield from _read(own, path, module, write_back, gradients)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -107,7 +122,9 @@ def _restored(own: Namespace, path: str) -> Iterator[None]:
                 own.model.__dict__.pop("zerofx", None)
 
 
-def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Iterator[nn.Module]:
+def _read(
+    own: Namespace, path: str, module: nn.Module, write_back: bool, gradients: bool
+) -> Iterator[nn.Module]:
     """Replace a module's parameters by plain ones; keep writes to them if `write_back`."""
     entry = Entry(path, ALL)
     params = islands.sharded(own, entry)
@@ -119,17 +136,26 @@ def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Ite
     values = {name: reader.read(name) for name in own.engine.store.layout.owned if name in wanted}
     tensors = [nn.Parameter(values.pop(names[id(p)]), p.requires_grad) for p in params.values()]
     del reader  # and with it the last bucket
+    given = _give_gradients(own, params, tensors) if gradients else {}
     whole = dict(zip(params, tensors, strict=True))
-    is_over = _refuse_late_gradients(params, tensors)
+    is_over, reached = _refuse_late_gradients(params, tensors)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own.passing_through(path))
         stack.enter_context(own.original.standing_in(islands.places_of(own, entry, whole)))
         stack.enter_context(_restored(own, path))
         yield module
     is_over.set()
-    trained = [n for n, t in zip(params, tensors, strict=True) if t.grad is not None]
-    if name := _on_any_rank(own, "trained", trained):
+    named = list(zip(params, tensors, strict=True))
+    reached |= {n for n, t in named if t.grad is not None and n not in given}
+    if name := _on_any_rank(own, "trained", sorted(reached)):
         raise _lost(name)
+    if gradients:
+        edited = [n for n, t in named if n in given and _is_edited(t, *given[n])]
+        if name := _on_any_rank(own, "changed", edited):
+            raise ShardError(
+                f"{name}: p.grad was changed inside zerofx.whole, where it is a copy, so the "
+                "change is lost. Change it outside of the block."
+            )
     if write_back:
         _write_back(own, params, tensors)
     elif name := _on_any_rank(own, "written", _written(own, params, tensors)):
@@ -139,18 +165,40 @@ def _read(own: Namespace, path: str, module: nn.Module, write_back: bool) -> Ite
         )
 
 
-def _refuse_late_gradients(params: Iterable[str], tensors: list[nn.Parameter]) -> threading.Event:
-    """Return an event to set at the end: a later backward that reaches a parameter raises."""
-    is_over = threading.Event()
+def _give_gradients(
+    own: Namespace, params: dict[str, nn.Parameter], tensors: list[nn.Parameter]
+) -> dict[str, tuple[Tensor, int]]:
+    """Give whole tensors copies of the gradients; return these and their versions, by name."""
+    given: dict[str, tuple[Tensor, int]] = {}
+    for (name, param), tensor in zip(params.items(), tensors, strict=True):
+        if (gradient := param.grad) is not None:
+            tensor.grad = full_tensor(gradient).to(own.device)
+            given[name] = tensor.grad, version_of(tensor.grad)
+    return given
+
+
+def _is_edited(tensor: Tensor, given: Tensor, version: int) -> bool:
+    return tensor.grad is not given or version_of(given) != version
+
+
+def _refuse_late_gradients(
+    params: Iterable[str], tensors: list[nn.Parameter]
+) -> tuple[threading.Event, set[str]]:
+    """Return an event to set at the end, and the names of what backwards have reached by then.
+
+    A backward that reaches a parameter later raises.
+    """
+    is_over, reached = threading.Event(), set[str]()
 
     def check(name: str, _: Tensor) -> None:
+        reached.add(name)
         if is_over.is_set():
             raise _lost(name)
 
     for name, tensor in zip(params, tensors, strict=True):
         if tensor.requires_grad:
             tensor.register_post_accumulate_grad_hook(functools.partial(check, name))
-    return is_over
+    return is_over, reached
 
 
 def _lost(name: str) -> ShardError:
