@@ -48,6 +48,8 @@ ELSEWHERE = {
     "runtime/regions/cache.py: '\\n  '.join(said)": "one line per region",
     "codegen/load.py: lines": "lines of schedule.py",
     "model/budget.py: way_out": "a sentence of each caller",
+    "runtime/step.py: self.engine.double_backward()": "sentences of model/islands.py, by a lambda",
+    "runtime/pipeline.py: run._engine.double_backward()": "the same sentences",
     "model/namespace.py: text": "of the BudgetError of the neediest stage",
     "model/programs.py: instead": "what `nearest` returned",
     "tools/calibrate/launch.py: said": "the last lines that the ranks wrote",

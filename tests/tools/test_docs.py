@@ -8,6 +8,7 @@ docs/step.svg.
 from __future__ import annotations
 
 import ast
+import copy
 import dataclasses
 import difflib
 import os
@@ -156,6 +157,39 @@ def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
     assert not torch.equal(model.state_dict()["fc.weight"], before)
     assert (tmp_path / "run" / "step100").is_dir()
+
+
+@pytest.mark.parametrize("way", [0, 1], ids=["eager modules", "inside forward"])
+def test_gradient_penalties_of_the_page_on_ddp(way: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways have the gradients of plain PyTorch."""
+    _, _, section = (ROOT / "docs/from-ddp.md").read_text("utf-8").partition("## Gradient penal")
+    code = [b.text for b in blocks(section) if "create_graph" in b.text][way]
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    class Scores(nn.Module):
+        """What stands for the reader's own module: the code may have more of it."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = copy.deepcopy(layers)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.model(x)
+
+    wanted, (real, fake) = Scores(), torch.randn(2, 5, 4)
+    monkeypatch.setattr(torch, "rand", lambda *sizes: torch.full(sizes, 0.25))
+    alpha = torch.rand(5, 1)
+    mix = (alpha * real + (1 - alpha) * fake).requires_grad_()
+    (slope,) = torch.autograd.grad(wanted(mix).sum(), mix, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    (wanted(fake).mean() - wanted(real).mean() + 10 * penalty).backward()
+    names: dict[str, Any] = {"Critic": Scores, "Scores": Scores, "torch": torch, "zerofx": zerofx}
+    names |= {"alpha": alpha, "real": real, "fake": fake}
+    shown = code.replace("(nn.Module)", "(Scores)").replace("stage=3", "stage=3, kernels='aten'")
+    exec(shown, names)
+    for name, param in wanted.named_parameters():
+        got = names["critic"].get_parameter(name).grad
+        torch.testing.assert_close(got, param.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_the_readme_is_short() -> None:

@@ -18,7 +18,7 @@ from pool import Pool
 from torch import Tensor, nn
 
 import zerofx
-from zerofx.errors import ArgumentError, CaptureError, PlanError, ShardError
+from zerofx.errors import ArgumentError, CaptureError, GradientError, PlanError, ShardError
 
 ATEN: dict[str, Any] = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 0}
 WIDTH = 16
@@ -655,6 +655,99 @@ def test_names_of_islands_that_do_not_fit_are_refused() -> None:
         zerofx.Plan(islands="blocks.1")
     with pytest.raises(PlanError, match="contradicts update = 'in-backward'"):
         zerofx.Plan(islands=["blocks.1"], update="in-backward")
+
+
+# -- gradient penalties: backwards of eager modules have a backward --------------------------------
+class Critic(nn.Module):
+    """The discriminator of a WGAN-GP; with `fake`, the penalty, from NumPy's random numbers."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        hidden = [
+            layer
+            for i in range(depth)
+            for layer in (nn.Linear(12 if i == 0 else 8, 8), nn.LeakyReLU(0.2, inplace=True))
+        ]
+        self.model = nn.Sequential(*hidden, nn.Linear(8, 1))
+
+    def forward(self, x: Tensor, fake: Tensor | None = None) -> Tensor:
+        if fake is None:
+            return self.model(x.flatten(1))
+        alpha = torch.from_numpy(np.random.random((len(x), 1, 1))).float()
+        return penalty(self, x, fake, alpha)
+
+
+def penalty(critic: nn.Module, real: Tensor, fake: Tensor, alpha: Tensor) -> Tensor:
+    mix = (alpha * real + (1 - alpha) * fake).requires_grad_()
+    (slope,) = torch.autograd.grad(critic(mix).sum(), mix, create_graph=True)
+    return (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+def pictures(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.Generator().manual_seed(9 * step + rank)
+    real, fake = torch.randn(2, 5, 3, 4, generator=source)
+    return real, fake, torch.rand(5, 1, 1, generator=source)
+
+
+def critic_loss(critic: nn.Module, real: Tensor, fake: Tensor, alpha: Tensor) -> Tensor:
+    return critic(fake).mean() - critic(real).mean() + 10 * penalty(critic, real, fake, alpha)
+
+
+def train_critic(fields: dict[str, Any]) -> None:
+    """Train a WGAN-GP's discriminator beside plain PyTorch, with the same gradients."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    plain = Critic()
+    model = zerofx.compile(copy.deepcopy(plain), zerofx.Plan(**{**ATEN, **fields}))
+    # Adam would turn the rounding of biases whose gradient is zero into steps
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, plain)]
+    for step in range(3):
+        for each in range(world):
+            (critic_loss(plain, *pictures(step, each)) / world).backward()
+        critic_loss(model, *pictures(step, rank)).backward()
+        wanted = grads_of(plain)
+        for name, grad in grads_of(model).items():
+            torch.testing.assert_close(grad, wanted[name], atol=1e-6, rtol=1e-5, msg=name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+LAYERS = ["model.0", "model.2", "model.4"]
+
+
+@pytest.mark.parametrize("names", [LAYERS, ["model.*"], ["*"]], ids=" ".join)
+def test_a_gradient_penalty_over_eager_layers(names: list[str]) -> None:
+    train_critic({"stage": 0, "islands": names})
+
+
+def test_a_gradient_penalty_over_eager_layers_on_two_ranks(pool: Pool) -> None:
+    pool.run(2, train_critic, {"stage": 3, "islands": LAYERS})
+
+
+@pytest.mark.parametrize(
+    ("depth", "fields", "expected"),
+    [
+        (2, {}, f"let the modules that have parameters run eagerly: Plan(islands={LAYERS})."),
+        (9, {}, "Plan(islands=['model.*'])."),
+        (2, {"update": "in-backward"}, "inside the model's forward, where it is captured."),
+    ],
+)
+def test_a_gradient_penalty_over_a_program_says_what_works(
+    depth: int, fields: dict[str, Any], expected: str
+) -> None:
+    model = zerofx.compile(Critic(depth), zerofx.Plan(**ATEN, **fields))
+    with pytest.raises(GradientError, match="inside the model's forward") as caught:
+        critic_loss(model, *pictures(0, 0))
+    assert str(caught.value).endswith(expected)
+
+
+def test_a_gradient_of_parameters_over_eager_layers_says_what_works() -> None:
+    model = zerofx.compile(Critic(), zerofx.Plan(**ATEN, islands=["*"]))
+    score = model(pictures(0, 0)[0]).sum()
+    with pytest.raises(GradientError, match=r"not for parameters.* without Plan\.islands"):
+        torch.autograd.grad(score, [*model.parameters()], create_graph=True)
 
 
 class Unrolled(nn.Module):

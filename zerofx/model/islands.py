@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
 from zerofx.errors import CaptureError, PlanError, ShardError
 from zerofx.passes.placement import compute_dtype, module_dtypes
+from zerofx.plan.plan import Plan
+from zerofx.plan.rules import without_islands
 from zerofx.runtime.tensors.parameter import read_by
 from zerofx.runtime.turns import Turns
 
@@ -90,6 +93,37 @@ def named_islands(model: nn.Module, chosen: str | Sequence[str]) -> dict[str, st
             above = above.rpartition(".")[0]
             found.setdefault(above, f"{name}, which Plan.islands names, is in it")
     return found
+
+
+def double_backward(model: nn.Module, plan: Plan) -> str:
+    """Return what to do where a compiled backward would have to be differentiated, for errors.
+
+    Inside forward, torch.autograd.grad(create_graph=True) is captured. Modules that run eagerly are
+    differentiated twice by values, not by parameters, whose gradients pass through a program.
+    """
+    inside = "Call torch.autograd.grad(..., create_graph=True) inside the model's forward, "
+    params = {name: own_parameters(m).values() for name, m in model.named_modules()}
+    owners = [name for name, own in params.items() if any(p is not None for p in own)]
+    if named_islands(model, plan.islands).keys() >= set(owners):
+        return (
+            "Modules that run eagerly have them for values alone, not for parameters. "
+            f"{inside}without Plan.islands, where it is captured."
+        )
+    if without_islands(plan):
+        return f"{inside}where it is captured."
+    return (
+        f"{inside}where it is captured. Or, for gradients of inputs, let the modules that have "
+        f"parameters run eagerly: Plan(islands={_patterns(owners)})."
+    )
+
+
+def _patterns(names: Sequence[str], most: int = 8) -> list[str]:
+    """Return patterns for `Plan.islands` that match these modules, at most so many."""
+    numbered = [re.sub(r"(?<![^.])\d+(?![^.])", "*", name) for name in names]
+    for patterns in (names, [*dict.fromkeys(numbered)]):
+        if len(patterns) <= most:
+            return [*patterns]
+    return ["*"]
 
 
 def island_of(own: Namespace, entry: Entry, error: CaptureError) -> Island:

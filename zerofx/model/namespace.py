@@ -254,6 +254,7 @@ class Namespace:
         self.table.handles = self._handles
         self.original = Original(model)
         engine.turns.buffers = lambda: dict(model.named_buffers())
+        engine.double_backward = lambda: islands.double_backward(model, self.plan)
 
     def __repr__(self) -> str:
         found, world = self.programs, self.world

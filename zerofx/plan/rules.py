@@ -104,17 +104,21 @@ def starts_on_aten(plan: Plan, device_type: str) -> bool:
 def _against_islands(plan: Plan) -> Iterator[str]:
     if isinstance(plan.islands, str):
         return
+    for other in without_islands(plan):
+        yield (
+            f"Plan.islands = {list(plan.islands)!r} contradicts {other}, for which every "
+            "module is part of a program. Change one of them."
+        )
+
+
+def without_islands(plan: Plan) -> list[str]:
+    """Return the settings of a plan for which no module can be named to run eagerly."""
     others = {
         "update = 'in-backward'": plan.update == "in-backward",
         "cuda_graph = True": plan.cuda_graph,
         "parallel": plan.parallel.is_used,
     }
-    for other, is_set in others.items():
-        if is_set:
-            yield (
-                f"Plan.islands = {list(plan.islands)!r} contradicts {other}, for which every "
-                "module is part of a program. Change one of them."
-            )
+    return [other for other, is_set in others.items() if is_set]
 
 
 def _against_graphs(plan: Plan) -> Iterator[str]:

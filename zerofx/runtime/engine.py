@@ -61,6 +61,8 @@ class Engine:
         self.turns = Turns(self)
         self.drops = Drops()
         self.tally: Tally | None = None  # notified of every forward and backward
+        # Returns what to do where a compiled backward cannot be differentiated, for errors.
+        self.double_backward: Callable[[], str] = str
         self.keeps_memory = False  # between calls too: CUDA graph recordings need fixed addresses
         self._resident: dict[int, Tensor] = {}
         self._fresh: dict[int, Stamp] = {}  # bucket -> version that its resident copy was made from

@@ -534,7 +534,7 @@ def _check_backward(run: PipelineRun, is_left: bool) -> None:
     if torch.is_grad_enabled():
         raise GradientError(
             f"{label}: create_graph=True needs gradients of gradients, which a compiled "
-            "backward does not have. Use the uncompiled model for double backward."
+            f"backward does not have. {run._engine.double_backward()}"
         )
     if not is_left:
         raise GradientError(

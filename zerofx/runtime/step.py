@@ -479,7 +479,7 @@ class Executable:
         if torch.is_grad_enabled():
             raise GradientError(
                 f"{self.contract.label}: create_graph=True needs gradients of gradients, which a "
-                "compiled backward does not have. Use the uncompiled model for double backward."
+                f"compiled backward does not have. {self.engine.double_backward()}"
             )
         if call.saved is None:
             raise GradientError(
