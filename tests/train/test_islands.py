@@ -750,6 +750,20 @@ def test_a_gradient_of_parameters_over_eager_layers_says_what_works() -> None:
         torch.autograd.grad(score, [*model.parameters()], create_graph=True)
 
 
+def test_an_error_in_an_island_says_why_it_is_one() -> None:
+    model = zerofx.compile(Critic(), zerofx.Plan(**ATEN))
+    real, fake, _ = pictures(0, 0)
+    with pytest.raises(GradientError, match=r"Plan\(islands=") as caught:
+        model(real, fake)
+    reason = "Critic runs eagerly here, because it cannot be captured as a static graph: forward "
+    assert f"\n{reason}draws from NumPy's random generator at test_islands.py:" in str(caught.value)
+    assert str(caught.value).count("runs eagerly here") == 1
+    named = zerofx.compile(Critic(), zerofx.Plan(**ATEN, islands=["model"]))
+    with pytest.raises(GradientError) as caught:
+        named(real, fake)
+    assert "runs eagerly here" not in str(caught.value)  # it was asked for
+
+
 class Unrolled(nn.Module):
     """A recurrence in a loop, once for every step of time."""
 

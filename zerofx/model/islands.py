@@ -29,7 +29,7 @@ from zerofx.compat.autograd import at_end_of_backward, backward_number
 from zerofx.compat.graphs import pytree
 from zerofx.compat.modules import own_parameters
 from zerofx.compat.tensors import version_of
-from zerofx.errors import CaptureError, PlanError, ShardError
+from zerofx.errors import CaptureError, PlanError, ShardError, ZerofxError, as_sentence
 from zerofx.passes.placement import compute_dtype, module_dtypes
 from zerofx.plan.plan import Plan
 from zerofx.plan.rules import without_islands
@@ -267,12 +267,30 @@ def gathered(
 
 
 def run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an island's forward and return its result. If it raises, tell the other ranks."""
+    """Run an island's forward and return its result. If it raises, tell the other ranks.
+
+    An error of zerofx then says as well why the forward runs eagerly, unless the plan names it: at
+    its first call, the user has not been told yet (see `say`).
+    """
     try:
         return _run(own, island, args, kwargs)
     except BaseException as error:
+        if isinstance(error, ZerofxError) and not own.is_named(island.entry.path):
+            _add_reason(own, island, error)
         own.engine.world.report_failure(repr(error))
         raise
+
+
+def _add_reason(own: Namespace, island: Island, error: ZerofxError) -> None:
+    """Append to an error's text why an island runs eagerly; the innermost island's reason counts.
+
+    A CaptureError has a reason of its own.
+    """
+    said = "runs eagerly here, because it cannot be captured as a static graph"
+    if isinstance(error, CaptureError) or said in str(error):
+        return
+    reason = as_sentence(island.reason.removeprefix("capture: "))
+    error.args = (f"{error}\n{island.entry.describe(own.model)} {said}: {reason}",)
 
 
 def _run(own: Namespace, island: Island, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -371,7 +371,7 @@ class Namespace:
                 raise refused from None
             raise
         # Tell the user only now that eager PyTorch has run it successfully.
-        if entry not in self._islands and entry.path not in self._named:
+        if entry not in self._islands and not self.is_named(entry.path):
             islands.say(self, island)
         self._islands.setdefault(entry, {})[form] = island
         return result
@@ -506,6 +506,10 @@ class Namespace:
             assert called is not None, "a module was called after it was freed"
             return call_uncompiled(called, args, kwargs)
         return self.call(Entry(path), args, kwargs)
+
+    def is_named(self, path: str) -> bool:
+        """Return whether the plan lets a submodule run eagerly, by its name or one inside it."""
+        return path in self._named
 
     def is_covered(self, path: str) -> bool:
         """Return whether the parameters of a submodule are whole now, so that it runs eagerly."""
