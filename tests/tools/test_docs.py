@@ -192,6 +192,14 @@ def test_gradient_penalties_of_the_page_on_ddp(way: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(got, param.grad, atol=1e-6, rtol=1e-5, msg=name)
 
 
+def test_collectives_of_the_page_on_ddp_are_left_out_in_one_process() -> None:
+    """Its scripts run with plain `python` too, where there may be no process group."""
+    lines = (ROOT / "docs/from-ddp.md").read_text("utf-8").splitlines()
+    calls = [i for i, row in enumerate(lines) if re.match(r" *dist\.(all_reduce|barrier)\(", row)]
+    assert len(calls) == 2
+    assert all(lines[i - 1].startswith("if dist.is_initialized():") for i in calls)
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text("utf-8").splitlines()) <= 150
 
