@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -9,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zerofx.errors import NvmeError
+from zerofx.comm.meeting import BoundedStore
+from zerofx.comm.world import World
+from zerofx.compat.groups import default_store
+from zerofx.errors import DesyncError, NvmeError
 from zerofx.policy import resting, shard_copies
 from zerofx.policy.shard_copies import NEVER, Stamp
 from zerofx.runtime.buffers import follow_rank_0
@@ -29,8 +35,61 @@ if TYPE_CHECKING:
     from zerofx.runtime.store.shards import ShardStore
 
 
+log = logging.getLogger("zerofx")
+
+CALLS_WITH_A_CHECK = 8  # of rank 0's, until it no longer waits for data rank 1's first
+STORE_S = 10.0  # that a request to the store may take
+
 Tally = Callable[[Any, Any, str], None]
 """Runs an executable on a call; the flag says whether to run forward or backward."""
+
+
+class SamplesCheck:
+    """Warns once if two data ranks train on the same samples, for want of a divided loader.
+
+    Data rank 1 leaves a digest of its first batch in the store of the job, and rank 0 compares it
+    with its own during its next calls. Nothing waits for it.
+    """
+
+    def __init__(self, world: World, number: int) -> None:
+        is_one_of_two = world.data_size > 1 and world.data_rank < 2 and not world.others
+        is_asked = world.data_rank == 1 or world.rank == 0
+        self._calls_left = CALLS_WITH_A_CHECK if is_one_of_two and is_asked else 0
+        self._world, self._key, self._own = world, f"zerofx/samples/{number}", b""
+
+    def see(self, label: str, leaves: Sequence[Any]) -> None:
+        """Take the inputs of a training call."""
+        if not self._calls_left or not leaves:
+            return
+        self._calls_left -= 1
+        with contextlib.suppress(DesyncError, RuntimeError):  # of the store: nothing depends on it
+            store = BoundedStore(default_store(), STORE_S)
+            if not self._own:
+                self._own = str([int(input_digest(leaf)) for leaf in leaves]).encode()
+                if self._world.data_rank == 1:
+                    self._calls_left = 0
+                    store.set(self._key, self._own.decode())
+            elif store.check([self._key]):
+                self._calls_left = 0
+                if store.get(self._key) == self._own:
+                    log.warning(
+                        "%s: data ranks 0 and 1 began with the same samples, so that they compute "
+                        "the same gradients. Give each rank its own: DistributedSampler(dataset, "
+                        "num_replicas=model.zerofx.data_world, rank=model.zerofx.data_rank), or "
+                        "another seed on each rank for what is drawn at random.",
+                        label,
+                    )
+
+
+def input_digest(leaf: Any) -> Tensor:
+    """Return a number that identifies an input, int64 []: a digest of its bytes and shape."""
+    if not isinstance(leaf, Tensor):
+        return torch.tensor(zlib.crc32(repr(leaf).encode()))
+    flat = leaf.detach().cpu().contiguous().view(-1)
+    if not flat.numel():
+        return torch.tensor(zlib.crc32(str(tuple(leaf.shape)).encode()))
+    held = flat.view(torch.uint8).numpy().tobytes()
+    return torch.tensor(zlib.crc32(held, zlib.crc32(str(tuple(leaf.shape)).encode())))
 
 
 class Engine:
@@ -60,6 +119,7 @@ class Engine:
         self.gradients = Gradients(store, self.slots, self.views, scaler, self.away, self.updates)
         self.turns = Turns(self)
         self.drops = Drops()
+        self.samples = SamplesCheck(store.world, store.ledger.number)
         self.tally: Tally | None = None  # notified of every forward and backward
         # Returns what to do where a compiled backward cannot be differentiated, for errors.
         self.double_backward: Callable[[], str] = str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ from zerofx.comm.board import NO_GRAPH
 from zerofx.compat.autograd import asks_for, dual_level, keeps_graph, will_run
 from zerofx.compat.tensors import as_own_tensor, memory_range, version_of
 from zerofx.errors import CaptureError, GradientError, ShardError
-from zerofx.runtime.engine import Engine
+from zerofx.runtime.engine import Engine, input_digest
 from zerofx.runtime.gradients import EVERYTHING, Asked
 from zerofx.runtime.regions.contest import Both
 from zerofx.runtime.regions.swap import Swap
@@ -193,6 +192,8 @@ class Executable:
             self._agree_on_form(f"{kind} of {self.contract.label}", state)
         self.calls += 1
         call.backward = self.backward
+        if self.contract.is_training:
+            engine.samples.see(self.contract.label, call.leaves)
         if not self._has_compared:
             self._compare_inputs([call.leaves])
         with self.guard(call.leaves), self._own_random("forward"):
@@ -225,7 +226,7 @@ class Executable:
             axis = self.engine.world.axis(name)
             if axis.size == 1 or not leaves:  # none: it only gathers parameters for eager code
                 continue
-            mine = torch.stack([_digest(leaf) for leaf in leaves])
+            mine = torch.stack([input_digest(leaf) for leaf in leaves])
             found = mine.new_empty(axis.size * mine.numel())
             axis.all_gather(found, mine, "digests of inputs").wait()
             differ = (found.view(axis.size, -1) != mine).any(0).nonzero().flatten().tolist()
@@ -593,17 +594,6 @@ _SHARING = {
     "context": "share each sequence",
     "pipeline": "each have some layers of the model",
 }
-
-
-def _digest(leaf: Any) -> Tensor:
-    """Return a number that identifies an input, int64 []: a digest of its bytes and shape."""
-    if not isinstance(leaf, Tensor):
-        return torch.tensor(zlib.crc32(repr(leaf).encode()))
-    flat = leaf.detach().cpu().contiguous().view(-1)
-    if not flat.numel():
-        return torch.tensor(zlib.crc32(str(tuple(leaf.shape)).encode()))
-    held = flat.view(torch.uint8).numpy().tobytes()
-    return torch.tensor(zlib.crc32(held, zlib.crc32(str(tuple(leaf.shape)).encode())))
 
 
 def _generator(device: torch.device) -> torch.Generator:
