@@ -115,7 +115,7 @@ def test_an_emitted_directory_is_a_model(
         (["memory", "nothing"], "Give package.module:function"),
         (["memory", "absent.py:f"], "absent.py does not exist"),
         (["memory", STACK.replace(":stack", ":stock")], "Did you mean 'stack'?"),
-        (["memory", STACK.replace(":stack", ":Stack")], "Return (module, args, kwargs)"),
+        (["memory", STACK.replace(":stack", ":Stack")], "(module, args, kwargs)"),
         (["memory", "hf:absent/config.json"], "hf:absent/config.json does not exist"),
         (["memory", STACK, "--set", "stgae=2"], "Did you mean 'stage'"),
         (["memory", STACK, "--set", "stage"], "Write key=value"),

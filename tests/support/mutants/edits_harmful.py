@@ -31,16 +31,16 @@ def wait_forgotten(directory: Path) -> None:
 
 
 @harmful(
-    r"bucket 3 \(blocks.1\) into slot 1 while gathered bucket 2 \(blocks.0\) is in flight there"
+    r"bucket 3 \(blocks.1\) into slot 0 while gathered bucket 2 \(blocks.0\) is in flight there"
 )
 def slot_taken_twice(directory: Path) -> None:
-    edited(directory, r"(gather_3 = .*slot=)\d", r"\g<1>1")
-    edited(directory, r"(rt.release\(full_3, slot=)\d", r"\g<1>1")
+    edited(directory, r"(gather_3 = .*slot=)\d", r"\g<1>0")
+    edited(directory, r"(rt.release\(full_3, slot=)\d", r"\g<1>0")
 
 
-@harmful(r"gives back slot 0, but gathered bucket 2 \(blocks.0\) is in slot 1")
+@harmful(r"gives back slot 1, but gathered bucket 2 \(blocks.0\) is in slot 0")
 def another_slot_given_back(directory: Path) -> None:
-    edited(directory, r"(rt.release\(full_2, slot=)\d", r"\g<1>0")
+    edited(directory, r"(rt.release\(full_2, slot=)\d", r"\g<1>1")
 
 
 @harmful(r"grad norm.\S+, grad norm.\S+ differ. Each value is a captured one, but in the wrong")
@@ -99,7 +99,7 @@ def another_shard_gathered(directory: Path) -> None:
 
 @harmful(r"keeps bucket 2 \(blocks.0\) gathered between calls")
 def kept_resident(directory: Path) -> None:
-    edited(directory, r"rt.all_gather\(shards\[2\], bucket=2, slot=1\)", "rt.refresh(shards[2], 2)")
+    edited(directory, r"rt.all_gather\(shards\[2\], bucket=2, slot=\d\)", "rt.refresh(shards[2], 2)")
 
 
 @harmful(r"does not compute what was captured: .*. Edited: regions/blocks_forward.py")

@@ -92,7 +92,7 @@ def deletions_dropped(directory: Path) -> None:
 def helper_written(directory: Path) -> None:
     source = Source(directory)
     i = source.at("gather_2 = ")
-    source.lines[i] = "    first_block = fetch(rt, shards, 2, 1)"
+    source.lines[i] = "    first_block = fetch(rt, shards, 2, 0)"
     source.replace(r"full_2 = rt.wait\(gather_2\)", "full_2 = first_block")
     i = source.at("def forward")
     source.lines[i:i] = [

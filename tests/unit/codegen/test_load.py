@@ -149,8 +149,8 @@ def test_changed_math_can_be_allowed(tmp_path: Path) -> None:
     math_changed(directory)
     loaded = zerofx.load_program(directory, allow_changed_math=True)
     assert loaded.reference is Unproved.GIVEN_UP and loaded.signature == program().signature
-    edited(directory, r"(rt.release\(full_2, slot=)\d", r"\g<1>0")
-    with pytest.raises(ProgramError, match="gives back slot 0"):
+    edited(directory, r"(rt.release\(full_2, slot=)\d", r"\g<1>1")
+    with pytest.raises(ProgramError, match="gives back slot 1"):
         zerofx.load_program(directory, allow_changed_math=True)
 
 
@@ -264,8 +264,8 @@ def test_an_edit_within_the_same_second_is_seen(tmp_path: Path) -> None:
     """No cached bytecode stands between the file and what is loaded."""
     directory = emitted(tmp_path)
     zerofx.load_program(directory)
-    edited(directory, r"(rt.release\(full_2, slot=)1", r"\g<1>0")
-    with pytest.raises(ProgramError, match="gives back slot 0"):
+    edited(directory, r"(rt.release\(full_2, slot=)0", r"\g<1>1")
+    with pytest.raises(ProgramError, match="gives back slot 1"):
         zerofx.load_program(directory)
     assert not list(directory.rglob("__pycache__"))
 

@@ -44,7 +44,7 @@ def saved_view_of_a_released_bucket() -> Planned:
     return p
 
 
-@broken(r"saves gathered bucket 2 \(blocks.0\) for backward, but it is in slot 1")
+@broken(r"saves gathered bucket 2 \(blocks.0\) for backward, but it is in slot 0")
 def saved_slot() -> Planned:
     p = program()
     release = find(p, ops.release, 2, FORWARD)
