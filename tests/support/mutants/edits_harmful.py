@@ -99,7 +99,9 @@ def another_shard_gathered(directory: Path) -> None:
 
 @harmful(r"keeps bucket 2 \(blocks.0\) gathered between calls")
 def kept_resident(directory: Path) -> None:
-    edited(directory, r"rt.all_gather\(shards\[2\], bucket=2, slot=\d\)", "rt.refresh(shards[2], 2)")
+    edited(
+        directory, r"rt.all_gather\(shards\[2\], bucket=2, slot=\d\)", "rt.refresh(shards[2], 2)"
+    )
 
 
 @harmful(r"does not compute what was captured: .*. Edited: regions/blocks_forward.py")
