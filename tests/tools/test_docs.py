@@ -149,11 +149,11 @@ def test_ten_lines_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (code,) = (b.text for b in blocks(README.read_text("utf-8")) if b.language == "python")
     model = MyModel()
     before = model.fc.weight.detach().clone()
-    batches = [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(2)]
+    dataset = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
     # nothing is compiled here: that Inductor trains alike is for the tests of training
     exec(
         code.replace("stage=3", "stage=3, kernels='aten'"),
-        {"MyModel": lambda: model, "batches": batches},
+        {"MyModel": lambda: model, "dataset": dataset},
     )
     assert not torch.equal(model.state_dict()["fc.weight"], before)
     assert (tmp_path / "run" / "step100").is_dir()

@@ -26,6 +26,7 @@ from zerofx.tools.words import counted
 
 LANES = (Lane.COMPUTE, Lane.GATHER, Lane.REDUCE, Lane.HOST)  # always shown; others if used
 WIDTH = 24  # of the bar
+WIDEST = 48  # characters that a lane takes where its names are long
 COLUMN = {Lane.COMPUTE: 26, Lane.HOST: 6}  # characters; every other lane has 20
 NARROW = {Lane.COMPUTE: 12, Lane.HOST: 4}  # least on a narrow terminal; every other lane has 9
 MARGIN = 24  # columns of the step, its resident bytes and the bar at its shortest
@@ -85,11 +86,11 @@ class ScheduleView:
         return ["", *("  ".join(["     ", *words]) for words in (verbs, said) if words)]
 
     def _columns(self) -> dict[Lane, int]:
-        """Return the width of each lane: the usual one, or what fits the terminal."""
+        """Return the width of each lane: the usual one, more for long names, or what fits."""
         wide = {lane: COLUMN.get(lane, 20) for lane in self.lanes}
-        if not is_limited():
-            return wide
         used = self._longest()
+        if not is_limited():
+            return {lane: max(usual, min(used[lane], WIDEST)) for lane, usual in wide.items()}
         wide = {lane: min(wide[lane], used[lane]) for lane in self.lanes}
         for lane in sorted(self.lanes, key=lambda lane: -wide[lane]):
             others = sum(n for other, n in wide.items() if other is not lane)
