@@ -177,7 +177,7 @@ COLUMNS = [
     Column("time_ratio", "time ratio", "{:.2f}"),
     Column("target", "target", "{:.2f}"),
     Column("cpu_ratio", "CPU s ratio", "{:.2f}"),
-    *as_named("agree"),
+    Column("agree", "CPU s and time agree"),
     Column("low", "lowest", "{:.2f}"),
     Column("high", "highest", "{:.2f}"),
     Column("step_ms", "step ms", "{:.1f}"),
