@@ -25,7 +25,7 @@ README, MEASURED, SLOW = "README.md", "docs/measured.md", "docs/slow-networks.md
 NUMBER = re.compile(r"(?<![A-Za-z])\d[\d,]*(?:\.\d+)?")  # not that of FSDP2
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
 STEP_TIME, FIRST_STEPS = "step_time-20261130-003909", "first_steps-20261129-211915"
-MEMORY, BUDGET = "memory-20261129-205158", "budget-20261129-212153"
+MEMORY, BUDGET = "memory-20261130-005343", "budget-20261129-212153"
 OFFLOAD = WITH_DEEPSPEED = "offload-20261130-004811"
 COMPILE_TIME = "compile_time-20261129-210704"
 ISLANDS, MORE_ISLANDS = "islands-20261129-214331", "islands-20261127-100421"
