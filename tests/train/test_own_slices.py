@@ -523,5 +523,5 @@ def test_wrong_marks_are_named(pool: Pool, tmp_path: Path) -> None:
         assert "up.weight is on meta and a slice along tp" in meta
         assert "tiling" in tiled
         assert "up.weight is marked as a slice" in copies and "ranks 0 and 1" in copies
-        assert "input 0" in differ and "need the same samples" in differ
+        assert "input x" in differ and "need the same samples" in differ
         assert "in place of the slices along tp" in eager
