@@ -18,24 +18,30 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from benchmarks.predicted import PROMISED, orders
 from benchmarks.report import RESULTS
+from benchmarks.runs import file_of
 
 ROOT = RESULTS.parents[1]
 README, MEASURED, SLOW = "README.md", "docs/measured.md", "docs/slow-networks.md"
-NUMBER = re.compile(r"(?<![A-Za-z])\d[\d,]*(?:\.\d+)?")  # not that of FSDP2
+NUMBER = re.compile(r"(?<![A-Za-z\d])\d[\d,]*(?:\.\d+)?")  # not those of FSDP2 and bf16
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
-STEP_TIME, FIRST_STEPS = "step_time-20261130-003909", "first_steps-20261129-211915"
-MEMORY, BUDGET = "memory-20261130-005343", "budget-20261129-212153"
-OFFLOAD = WITH_DEEPSPEED = "offload-20261130-004811"
-COMPILE_TIME = "compile_time-20261129-210704"
-ISLANDS, MORE_ISLANDS = "islands-20261129-214331", "islands-20261127-100421"
-ROWS = "table_rows-20261124-032515"
-PARALLEL, DEEPSPEED = "parallel-20261129-215148", "parallel-20261129-040827"
-ON_4_RANKS = "parallel-20261129-145926"
-ONE_PROCESS = "one_process-20261129-210226"
-LINKS, NODE_LINKS = "slow_links-20261129-212227", "slow_links_nodes-20261129-212349"
-LENGTHS = {"ATen": "lengths-20261129-214456", "Inductor": "lengths-20261129-214435"}
-BIG_TILES, MATRIX = "tiling-20261129-214720", "memory-matrix-20261130-002426"
+STEP_TIME, PRECISION = file_of("step time"), file_of("precision of steps")
+MEMORY, MATRIX = file_of("memory"), file_of("memory matrix")
+BUDGET, OFFLOAD = file_of("budget"), file_of("offload")
+COMPILE_TIME, FIRST_STEPS = file_of("compile time"), file_of("first steps")
+ONE_PROCESS = file_of("one process")
+PREDICTED = {"Inductor": file_of("predicted"), "ATen": file_of("predicted, aten")}
+AXES = file_of("predicted, axes")
+OVERLAP = {"cpu": file_of("overlap"), "nvme": file_of("overlap, nvme")}
+FORESEEN = {"cpu": file_of("overlap, predicted"), "nvme": file_of("overlap, nvme predicted")}
+LARGER, BIG_TILES = file_of("larger than memory"), file_of("large tiles")
+ISLANDS, MORE_ISLANDS = file_of("islands"), file_of("islands, libraries")
+LENGTHS = {"ATen": file_of("lengths, aten"), "Inductor": file_of("lengths")}
+PARALLEL, ON_4_RANKS = file_of("parallel"), file_of("parallel, 4 ranks")
+DEEPSPEED, ROWS = file_of("parallel, deepspeed"), file_of("table rows")
+LINKS, NODE_LINKS = file_of("slow links"), file_of("slow links, nodes")
+LOSSES = file_of("slow links, losses")
 
 OVER = {  # axes of benchmarks.parallel, as docs/measured.md has them
     "tensor": "tensor", "sequence": "tensor, sequence", "pipeline": "pipeline",
@@ -126,6 +132,7 @@ def claims() -> Iterator[Claim]:
     """Yield every claim that a file of results covers."""
     yield from _memory()
     yield from _times()
+    yield from _predicted()
     yield from _budgets()
     yield from _offload()
     yield from _start_up()
@@ -169,6 +176,46 @@ def _times() -> Iterator[Claim]:
         pairs = [[shown[size, system] for size in ("4x128", "4x1024")] for system in of]
         figures = (*pairs[0], "1", *pairs[1]) if len(pairs) > 1 else (*pairs[0], "1")
         yield Claim(README, "How fast", begin, figures, STEP_TIME)
+    for system, label in (
+        ("zerofx-3-bf16", "bf16 over fp32 weights, stage 3"),
+        ("zerofx-0-bf16", "bf16 over fp32 weights, stage 0"),
+        ("zerofx-3-recompute", "every block recomputed, stage 3"),
+    ):
+        found = row(PRECISION, size="8x384", system=system)
+        figures = numbers("{:.2f}", found["time_ratio"], found["cpu_ratio"])
+        yield Claim(MEASURED, "Step time", f"| {label} |", figures, PRECISION)
+
+
+def _predicted() -> Iterator[Claim]:
+    def span(found: list[float]) -> tuple[str, ...]:
+        return numbers("{:.2f}", min(found), max(found))
+
+    section = "Predicted step times"
+    for kernels, run in PREDICTED.items():
+        cells = rows(run)
+        close = sum(abs(cell["ratio"] - 1) <= PROMISED for cell in cells)
+        counts = (close, len(cells), sum(cell["is_inside"] for cell in cells), *orders(cells))
+        figures = numbers("{}", *counts)
+        for world in (1, 2):
+            for resnet in (False, True):
+                figures += span(
+                    [
+                        cell["ratio"]
+                        for cell in cells
+                        if cell["world"] == world and (cell["model"] == "resnet") == resnet
+                    ]
+                )
+        yield Claim(MEASURED, section, f"| {kernels} |", figures, run)
+    for axis in dict.fromkeys(cell["axis"] for cell in rows(AXES)):
+        on_2, on_4 = (
+            [cell for cell in rows(AXES) if (cell["axis"], cell["world"]) == (axis, world)]
+            for world in (2, 4)
+        )
+        figures = span([cell["ratio"] for cell in on_2]) + span([cell["paced"] for cell in on_2])
+        figures += span([cell["cpu_ratio"] for cell in on_2])
+        figures += span([cell["cpu_paced"] for cell in on_4])
+        label = OVER.get(axis, axis)
+        yield Claim(MEASURED, section, f"| {label} |", figures, AXES)
 
 
 def _budgets() -> Iterator[Claim]:
@@ -198,10 +245,9 @@ def _offload() -> Iterator[Claim]:
     }
     ratios = {}
     for system, label in labels.items():
-        run = WITH_DEEPSPEED if system.startswith("deepspeed") else OFFLOAD
-        found = [row(run, size=s, system=system)["time_ratio"] for s in ("4x128", "8x384")]
+        found = [row(OFFLOAD, size=s, system=system)["time_ratio"] for s in ("4x128", "8x384")]
         ratios[system] = figures = numbers("{:.2f}", *found)
-        yield Claim(MEASURED, "Offload", f"| {label} |", figures, run)
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, OFFLOAD)
     figures = tuple(ratios[s][0] for s in ("zerofx-3-host", "fsdp2-offload", "deepspeed-offload"))
     begin = "| step time with parameters and states on the host, 4 x 128 |"
     yield Claim(README, "How fast", begin, (*figures, "1"), OFFLOAD)
@@ -245,6 +291,9 @@ def _links() -> Iterator[Claim]:
                 of_both = [r[key] for r in rates for key in ("predicted_ms", "step_ms")]
                 figures = numbers("{:.0f}", *of_both)
                 yield Claim(SLOW, "Predicted", f"| {FORMS[system]} |", figures, run)
+    ratios = [r["ratio"] for r in rows(LOSSES)[1:]]
+    begin = "After 300 steps, the mean of the last 20 losses"
+    yield Claim(SLOW, "Step times", begin, numbers("{:.4f}", *ratios), LOSSES)
 
 
 def _others() -> Iterator[Claim]:

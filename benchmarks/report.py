@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -73,6 +74,24 @@ def machine() -> dict[str, Any]:
     }
 
 
+def source() -> dict[str, Any]:
+    """Return what is measured: the commit, git's digest of zerofx/, and whether zerofx/ differs.
+
+    Outside of a git checkout there is no commit and no digest.
+    """
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(RESULTS.parent), *words]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        return ended.stdout.strip()
+
+    return {
+        "commit": git("rev-parse", "--short=8", "HEAD") or None,
+        "package": git("rev-parse", "HEAD:zerofx") or None,
+        "edited": bool(git("status", "--porcelain", "--", ":/zerofx")),
+    }
+
+
 def need_memory(needed_bytes: int) -> None:
     """Stop before a run that would swap, because it would measure the swapping."""
     free = _proc("/proc/meminfo", "MemAvailable")
@@ -114,8 +133,9 @@ def finish(
     show(f"{name}: torch {facts['torch']}, {facts['cores']} cores, {facts['cpu']}", columns, rows)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}-{now:%Y%m%d-%H%M%S}.json"
-    content = {"when": f"{now:%Y-%m-%d %H:%M} UTC", "machine": facts, "options": vars(options)}
-    path.write_text(json.dumps(content | more | {"results": rows}, indent=1) + "\n")
+    content = {"when": f"{now:%Y-%m-%d %H:%M} UTC", "source": source(), "machine": facts}
+    content |= {"options": vars(options)} | more | {"results": rows}
+    path.write_text(json.dumps(content, indent=1) + "\n")
     print(f"written to {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return path
 
