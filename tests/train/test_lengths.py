@@ -10,8 +10,9 @@ from pool import Pool
 from torch import nn
 
 import zerofx
-from zerofx.errors import ProgramError
+from zerofx.errors import BudgetError, ProgramError
 from zerofx.model import programs
+from zerofx.runtime.regions import progress
 from zerofx.runtime.regions.cache import CompileCount
 from zerofx.tools.demo.gpt import GPT, GPTConfig
 
@@ -476,3 +477,31 @@ def test_a_copy_of_the_model_runs_the_programs_for_any_length(monkeypatch):
     copied = copy.deepcopy(model)
     x = torch.randn(11, 6)
     assert torch.equal(copied(x), model(x)) and copied.programs == model.programs
+
+
+def test_a_budget_that_is_too_small_is_not_told_as_a_size_that_cannot_vary(caplog):
+    torch.manual_seed(0)
+    config = GPTConfig(vocab=31, seq=512, width=32, layers=2, heads=2)
+    model = compiled(GPT(config), memory_budget="1MiB", activations="auto")
+    for length in (16, 512):
+        ids = torch.randint(0, 31, (2, length))
+        if length == 16:
+            model(ids, ids).backward()
+            model.zero_grad()
+            continue
+        with pytest.raises(BudgetError, match=r"but the budget is 1\.0 MiB"):
+            model(ids, ids)
+    assert "cannot vary" not in caplog.text
+
+
+def test_a_long_capture_tells_what_is_waited_for(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SILENT_S", 0.001)
+    torch.manual_seed(0)
+    model = compiled(MLP())
+    for rows in (3, 5, 6):
+        model(torch.randn(rows, 6)).backward()
+    told = capsys.readouterr().err
+    assert "zerofx: capturing and scheduling MLP (training): 0 s" in told
+    assert "capturing and scheduling MLP (training), once for all values of x.shape[0]: 0 s" in told
+    model(torch.randn(7, 6)).backward()
+    assert not capsys.readouterr().err

@@ -16,19 +16,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
+from zerofx.compat.autograd import NORM_HOOKS, normed
 from zerofx.compat.modules import (
     call_entries,
     call_uncompiled,
+    forward_pre_hooks,
     own_parameters,
     put_call_entries,
     put_parameter,
     without_global_hooks,
     without_hooks,
 )
+from zerofx.errors import ShardError
 
 # -- The functions of a model that are called from outside -----------------------------------------
 
@@ -137,6 +140,46 @@ def _put(places: list[Place], is_whole: bool) -> None:
         put_parameter(place.module, place.key, place.whole if is_whole else place.param)
 
 
+class NormedWeight:
+    """Stands for a weight that a norm's hook computes in each forward: programs do not keep it.
+
+    Any use of it raises.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NormedWeight:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        while given:
+            each = given.pop()
+            if isinstance(each, cls):
+                each._refuse()
+            given += each if isinstance(each, (list, tuple)) else ()
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise ShardError(
+            f"{self._name} is read, which the hook of a norm (torch.nn.utils.weight_norm or "
+            "spectral_norm) computes in each forward, and which a compiled model does not keep. "
+            "Read it in zerofx.whole(model), or use the norm of "
+            "torch.nn.utils.parametrizations, whose weight is computed where it is read."
+        )
+
+    __bool__ = __len__ = __iter__ = __lt__ = __le__ = __gt__ = __ge__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _refuse
+    __rtruediv__ = __matmul__ = __rmatmul__ = __pow__ = __getitem__ = __setitem__ = _refuse
+    __abs__ = __float__ = _refuse
+
+
 class Original:
     """The model's interface before it was compiled: its class, its own hooks, its own forward.
 
@@ -153,6 +196,13 @@ class Original:
         self.kind = type(model)
         self.is_captured = False
         self._standing: list[list[Place]] = []
+        self._normed = [
+            (module, hook, NormedWeight(f"{path}.{hook.name}".lstrip(".")))
+            for path, module in model.named_modules()
+            for hook in forward_pre_hooks(module)
+            if isinstance(hook, NORM_HOOKS)
+        ]
+        self._put_away(self._normed)
         self._entries = call_entries(model)
         put_call_entries(model, without_hooks(self._entries))
 
@@ -177,6 +227,23 @@ class Original:
             self._standing = [each for each in self._standing if each is not places]
             for around in self._standing:
                 _put(around, is_whole=True)
+
+    @contextlib.contextmanager
+    def with_normed_weights(self, module: nn.Module) -> Iterator[None]:
+        """Let the weights that norms compute have values, while a module's parameters are whole."""
+        inside = {id(m) for m in module.modules()}
+        mine = [each for each in self._normed if id(each[0]) in inside]
+        for owner, hook, _ in mine:
+            owner.__dict__[hook.name] = normed(owner, hook)
+        try:
+            yield
+        finally:
+            self._put_away(mine)
+
+    def _put_away(self, weights: list[tuple[nn.Module, Any, NormedWeight]]) -> None:
+        for module, hook, instead in weights:
+            if hook in forward_pre_hooks(module):  # else the norm was removed
+                module.__dict__[hook.name] = instead
 
     @contextlib.contextmanager
     def captured(self, model: nn.Module) -> Iterator[None]:

@@ -12,11 +12,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 # The hook forms of these norms set a plain attribute before every forward.
 NORM_HOOKS = (WeightNorm, SpectralNorm)
+
+
+def normed(module: nn.Module, hook: Any) -> Tensor:
+    """Return the weight that a hook of `NORM_HOOKS` computes from the module's parameters."""
+    with torch.no_grad():
+        if isinstance(hook, SpectralNorm):
+            found: Tensor = hook.compute_weight(module, do_power_iteration=False)
+            return found
+        found = hook.compute_weight(module)
+        return found
 
 
 def is_profiling() -> bool:

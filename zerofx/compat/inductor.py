@@ -144,7 +144,8 @@ def _compile_region(
     if symbols is not None:
         if constants := symbols.constants():
             raise NarrowedError(
-                f"compiled, it only holds for one value of {', '.join(sorted(constants))}"
+                f"compiled, the region only holds for one value of {', '.join(sorted(constants))}, "
+                "a size that varies"
             )
         said = json.dumps(symbols.conditions())
         replace_file(_conditions_file(path), said.encode())

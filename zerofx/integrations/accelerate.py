@@ -13,6 +13,7 @@ also be passed to `accelerator.prepare` itself; then only `save_state` needs thi
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -35,6 +36,8 @@ from zerofx.model.module import CompiledModule
 from zerofx.plan.fields import Patterns, covers, load_mapping, nearest
 from zerofx.plan.parts import Precision
 from zerofx.plan.plan import Plan, as_plan
+
+log = logging.getLogger("zerofx")
 
 _SNAPSHOT = "zerofx"  # the key of a state dict that is in a snapshot instead
 
@@ -81,6 +84,13 @@ def prepare(
         found = plan_of(accelerator, plan)
         model = compile_for(accelerator, model, found, optimizer, hardware)
     given = () if optimizer is None else (_with_snapshot(accelerator, model, optimizer),)
+    if accelerator.num_processes == 1 < model._zerofx.world.size:
+        log.warning(
+            "accelerate takes each of the %d ranks for a job of its own, so that every rank gets "
+            "all samples and is the main process. On CPUs, set ACCELERATE_USE_CPU=1 in the "
+            "environment, or make Accelerator(cpu=True).",
+            model._zerofx.world.size,
+        )
     # The model itself is not registered: save_state would gather all of it on every host.
     prepared = accelerator.prepare(*given, *others) if given or others else ()
     if len(given) + len(others) == 1:

@@ -278,7 +278,8 @@ class CompiledModule(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ShardError(
             "a compiled model cannot be pickled (it is one rank's part of a running program). "
-            "Save with zerofx.save(dir, model, optimizer) or torch.save(model.state_dict(), ...)."
+            "Save with zerofx.save(dir, model, optimizer) on all ranks; or take "
+            "zerofx.full_state_dict(model) on all ranks, and torch.save it on rank 0."
         )
 
     # -- copies -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -262,6 +262,13 @@ class Namespace:
         if eager := self.islands:
             counts.append(f"{len(eager)} island{'s' * (len(eager) != 1)}")
         return f"zerofx(stage={self.plan.stage}, world={world.size}, {', '.join(counts)})"
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardError(
+            "this would copy or pickle what belongs to a compiled model: a part of it, or the "
+            "model within zerofx.whole. Copy the whole model outside of the block (copy.deepcopy "
+            "gives a second compiled model), or load its state_dict into a plain one."
+        )
 
     # -- properties ---------------------------------------------------------------------------
     @property

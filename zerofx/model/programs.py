@@ -77,6 +77,7 @@ from zerofx.runtime.engine import Engine
 from zerofx.runtime.pipeline import OwnStage, Parcel, PipelineRun
 from zerofx.runtime.regions.cache import prepare_regions
 from zerofx.runtime.regions.load import Later, compiled_later, import_file
+from zerofx.runtime.regions.progress import Wait
 from zerofx.runtime.regions.swap import Running, Swap
 from zerofx.runtime.step import Contract, Executable, Reach, TangentForm
 from zerofx.runtime.store.tree import check_summable
@@ -578,15 +579,10 @@ class ProgramTable:
         setting = replace(setting or self._setting, pool=joined(others))
         first, size = self._setting.position, setting.plan.parallel.pipeline
         setting = replace(setting, position=first + key[2] * size)
-        captured, key = self._capture_once(args, kwargs, setting, own or key)
-        try:
-            made = self._planned(captured, setting)
-        except Exception as error:
-            if not captured.sizes:
-                raise
-            self._fix(key, trees.Call.of(self._model, args, kwargs), captured.sizes.symbols, error)
-            captured, key = self._capture(args, kwargs, setting, key)
-            made = self._planned(captured, setting)
+        kind = "training" if torch.is_grad_enabled() else "inference"
+        what = f"capturing and scheduling {key[0].entry.describe(self._model)} ({kind})"
+        with Wait(what) as self._wait:
+            captured, made, key = self._scheduled(key, args, kwargs, setting, own)
         if made.sizes and self._lengths is not None:
             call = trees.Call.of(self._model, args, kwargs)
             own, key = key, self._lengths.serve(key, call, made.sizes)
@@ -607,6 +603,29 @@ class ProgramTable:
         if made.sizes:
             self._give_up_served(key)
         return bound
+
+    def _scheduled(
+        self,
+        key: Key,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        setting: Setting,
+        own: Key | None,
+    ) -> tuple[Captured, Planned, Key]:
+        """Capture a call and schedule it, with sizes that vary if one program can have them."""
+        captured, key = self._capture_once(args, kwargs, setting, own or key)
+        try:
+            return captured, self._planned(captured, setting), key
+        except Exception as error:
+            if not captured.sizes:
+                raise
+            call, symbols = trees.Call.of(self._model, args, kwargs), captured.sizes.symbols
+            self._fix(key, call, symbols)
+            fixed = key
+            captured, key = self._capture(args, kwargs, setting, key)
+            made = self._planned(captured, setting)  # if no budget suffices, this says so
+            self._warn_of_fixed(fixed, symbols, error)
+            return captured, made, key
 
     def _give_up_served(self, key: Key) -> None:
         """Evict the programs whose calls the program of this key serves from now on."""
@@ -771,25 +790,28 @@ class ProgramTable:
                 )  # fmt: skip
         if not varying:
             return take()
+        dims = few([str(dim) for symbol in varying for dim in symbol.dims])
+        self._wait.what += f", once for all values of {dims}"
         try:
             captured = take(varying=varying)
         except Exception as error:  # noqa: BLE001 - raised again without symbols
             captured = take()
-            self._fix(key, call, varying, error)
+            self._fix(key, call, varying)
+            self._warn_of_fixed(key, varying, error)
             return captured
         free = {symbol.name for symbol in captured.sizes.symbols}
         if fixed := [symbol for symbol in varying if symbol.name not in free]:
-            self._fix(
-                key, call, fixed, "control flow, or a number computed from it, needs its value"
-            )
+            self._fix(key, call, fixed)
+            why = "control flow, or a number computed from it, needs its value"
+            self._warn_of_fixed(key, fixed, why)
         return captured
 
-    def _fix(
-        self, key: Key, call: trees.Call, symbols: Sequence[Symbol], why: str | Exception
-    ) -> None:
-        """Compile one program per value of these sizes from now on, and warn about it."""
+    def _fix(self, key: Key, call: trees.Call, symbols: Sequence[Symbol]) -> None:
+        """Compile one program per value of these sizes from now on."""
         assert self._lengths is not None, "no size varies under dynamic='off'"
         self._lengths.fix(key, call, symbols)
+
+    def _warn_of_fixed(self, key: Key, symbols: Sequence[Symbol], why: str | Exception) -> None:
         log.warning(
             "%s: %s cannot vary within one program (%s). Each value is compiled separately.%s",
             key[0].entry.describe(self._model),

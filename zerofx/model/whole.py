@@ -143,6 +143,7 @@ def _read(
         stack.enter_context(own.passing_through(path))
         stack.enter_context(own.original.standing_in(islands.places_of(own, entry, whole)))
         stack.enter_context(_restored(own, path))
+        stack.enter_context(own.original.with_normed_weights(module))
         yield module
     is_over.set()
     named = list(zip(params, tensors, strict=True))

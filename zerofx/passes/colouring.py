@@ -118,21 +118,22 @@ def _colourings(buffers: Sequence[_Buffer]) -> Iterator[list[_Slot]]:
 
     The largest choose first, so that none occupies a slot that a larger one needs at that time; in
     two orders those of forward come before those of backward. Among equal ones, the earliest or
-    the latest of backward chooses first, and gets a slot that is kept.
+    (there) the latest of backward chooses first, and gets a slot that is kept. Under each, every
+    further layer adds the same bytes to the peak, as a search supposes. Where sizes come first and
+    the latest chooses first, it does not, and this order is the lowest one nowhere else.
     """
-    for is_of_size in (True, False):
-        for sign in (1, -1):
-            yield _coloured(
-                sorted(
-                    buffers,
-                    key=lambda b: (
-                        not (is_of_size or b.is_kept),
-                        -b.nbytes,
-                        not b.is_kept,
-                        b.number if b.is_kept else sign * b.number,
-                    ),
-                )
+    for is_of_size, sign in ((True, 1), (False, 1), (False, -1)):
+        yield _coloured(
+            sorted(
+                buffers,
+                key=lambda b: (
+                    not (is_of_size or b.is_kept),
+                    -b.nbytes,
+                    not b.is_kept,
+                    b.number if b.is_kept else sign * b.number,
+                ),
             )
+        )
 
 
 def _coloured(buffers: Iterable[_Buffer]) -> list[_Slot]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerofx.errors import ShardError
 from zerofx.ir.graphs import regions
 from zerofx.ir.meta import Role, info
 from zerofx.ir.program import ParamInfo, Planned
@@ -187,6 +188,12 @@ def bucket_uses(program: Planned, graph: str) -> dict[int, list[fx.Node]]:
     found: dict[int, list[fx.Node]] = {}
     for node in program.placeholders(graph, Role.PARAM):
         if node.users:
-            bucket, _ = where[info(node).name]
+            name = info(node).name
+            if name not in where:
+                raise ShardError(
+                    f"{name} is a parameter that the model did not have when it was compiled. Add "
+                    "and remove parameters (remove_weight_norm, a new head) before zerofx.compile."
+                )
+            bucket, _ = where[name]
             found.setdefault(bucket.index, []).append(node)
     return found

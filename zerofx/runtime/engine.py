@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -44,6 +46,12 @@ Tally = Callable[[Any, Any, str], None]
 """Runs an executable on a call; the flag says whether to run forward or backward."""
 
 
+_OF_ACCELERATE = (
+    " If accelerate divides the samples: on CPUs it needs ACCELERATE_USE_CPU=1 in the environment, "
+    "or Accelerator(cpu=True)."
+)
+
+
 class SamplesCheck:
     """Warns once if two data ranks train on the same samples, for want of a divided loader.
 
@@ -78,9 +86,14 @@ class SamplesCheck:
                         "%s: data ranks 0 and 1 began with the same samples, so that they compute "
                         "the same gradients. Give each rank its own: DistributedSampler(dataset, "
                         "num_replicas=model.zerofx.data_world, rank=model.zerofx.data_rank), or "
-                        "another seed on each rank for what is drawn at random.",
+                        "another seed on each rank for what is drawn at random.%s",
                         label,
+                        _OF_ACCELERATE if self._may_be_accelerate() else "",
                     )
+
+    def _may_be_accelerate(self) -> bool:
+        is_told = "ACCELERATE_USE_CPU" in os.environ
+        return "accelerate" in sys.modules and self._world.device.type == "cpu" and not is_told
 
 
 def input_digest(leaf: Any) -> Tensor:

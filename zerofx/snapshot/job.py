@@ -62,10 +62,13 @@ class Job:
         self.optimizers = _named(optimizer)
         for name, each in self.optimizers.items():
             if not hasattr(each, "param_groups"):
+                own = getattr(each, "__dict__", {})
+                inner = [k for k, v in own.items() if hasattr(v, "param_groups")]
+                holds = f" It holds one in .{inner[0]}: pass that." if inner else ""
                 raise ArgumentError(
-                    f"{name} is of type {type(each).__name__}, not an optimizer. Call "
+                    f"{name} is of type {type(each).__name__}, not an optimizer.{holds} Call "
                     "zerofx.save(folder, model, optimizer, extra) or zerofx.load(folder, model, "
-                    "optimizer), and pass other values as extra."
+                    "optimizer), and pass other values, such as its counters, as extra."
                 )
         self.folder, self.model = folder, model
         self.store = model._zerofx.engine.store

@@ -172,7 +172,7 @@ def test_zero_3_offload_against_zero_2_offload_at_13_billion() -> None:
         stage: largest(trained(stage, few), trained(stage, many), (few, many), layers)
         for stage, few, many in ((2, 1, 3), (3, 8, 16))
     }
-    assert most == {2: 5, 3: 28}
+    assert most == {2: 5, 3: 29}
     best = trained(3, most[3]).tflops(layers)
     assert best / trained(2, most[2]).tflops(layers) == pytest.approx(1.63, rel=0.03)
     assert best / trained(2, 3).tflops(layers) == pytest.approx(2.3, rel=0.05)

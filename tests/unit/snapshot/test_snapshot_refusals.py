@@ -111,3 +111,19 @@ def test_not_ours(tmp_path: Path, live: Any) -> None:
     with pytest.raises(SnapshotError, match=r"shape \[2, 3\] that is not the model's"):
         zerofx.save(tmp_path / "save", live[0], stranger)
     assert tree(tmp_path) == []
+
+
+def test_a_wrapper_is_refused_with_the_optimizer_that_it_holds(
+    tmp_path: Path, live: tuple[Any, Any]
+) -> None:
+    class Scheduled:
+        def __init__(self, optimizer: Any) -> None:
+            self.steps, self._optimizer = 0, optimizer
+
+    model, optimizer = live
+    with pytest.raises(
+        ArgumentError, match=r"of type Scheduled, .* one in \._optimizer: pass that"
+    ):
+        zerofx.save(tmp_path / "run", model, Scheduled(optimizer))
+    with pytest.raises(ArgumentError, match=r"of type int, not an optimizer\. Call zerofx\.save"):
+        zerofx.save(tmp_path / "run", model, 3)

@@ -299,13 +299,16 @@ def _is_held_anyway(root: fx.Node) -> bool:
 
 
 def with_other_stages(programs: Sequence[Planned]) -> None:
-    """Let each stage of one rank know what all of them save and keep, which its memory counts."""
+    """Let each stage of one rank know what all save, keep and send, which its memory counts."""
     if len(programs) > 1 and all(BACKWARD in program.graphs for program in programs):
         sizes = tuple(map(saved_bytes, programs))
         nodes = [(graph, n) for p in programs for graph in p.graphs for n in p.graph(graph).nodes]
         kept = resident_bytes(nodes)
+        wires = tuple(dict.fromkeys(wire for p in programs for wire in p.stage.wires))
         for program in programs:
-            program.stage = replace(program.stage, saved_bytes=sizes, resident_bytes=kept)
+            program.stage = replace(
+                program.stage, saved_bytes=sizes, resident_bytes=kept, wires=wires
+            )
 
 
 def _always(category: Category, nbytes: int, name: str, unit: str, life: Lifetimes) -> Storage:

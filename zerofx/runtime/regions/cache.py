@@ -136,10 +136,10 @@ def _warn(failed: dict[str, str], units: Mapping[str, str]) -> None:
     """Report in one warning which regions run as ATen, the module of each, and the reason."""
     said = [f"{name} (of {units.get(name) or 'the model'}): {why}" for name, why in failed.items()]
     log.warning(
-        "Inductor cannot compile %d of this program's regions, which run as ATen. Results may "
-        "differ in the last bits from those of hosts where it can. It is tried again with "
-        "another version of torch or zerofx, or after *.failed is removed from %s. Set "
-        "kernels='aten' to silence this.\n  %s",
+        "Inductor cannot compile %d of this program's regions. They run as ATen, as in plain "
+        "PyTorch, and the others compiled. Results may differ in the last bits from those of "
+        "hosts where it can. It is tried again with another version of torch or zerofx, or after "
+        "*.failed is removed from %s. kernels='aten' compiles nothing and silences this.\n  %s",
         len(failed), regions_dir(), "\n  ".join(said),
     )  # fmt: skip
 

@@ -14,6 +14,7 @@ from zerofx.comm.meeting import from_environment
 log = logging.getLogger("zerofx")
 
 FIRST_S, NEXT_S, MOST_S = 1.0, 5.0, 60.0  # when the first line comes, and how long until others
+SILENT_S = 5.0  # how long something that is waited for may take without a line
 
 
 def say(text: str) -> None:
@@ -25,6 +26,30 @@ def say(text: str) -> None:
     else:
         sys.stderr.write(f"zerofx: {text}\n")
         sys.stderr.flush()
+
+
+class Wait:
+    """Says what the caller waits for in a block, and for how long, once that takes long."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what  # may change while the block runs
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="zerofx-wait", daemon=True)
+
+    def __enter__(self) -> Wait:
+        self._began = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        wait_s = SILENT_S
+        while not self._ended.wait(wait_s):
+            say(f"{self.what}: {time.monotonic() - self._began:.0f} s")
+            wait_s = min(MOST_S, wait_s * 2)
 
 
 class Progress:

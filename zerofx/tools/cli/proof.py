@@ -78,8 +78,11 @@ def verify(
             ]
             if len(programs) > 1:
                 verify_stages(programs)
-            found += map(ProofView.of, programs)
-            view = found[-1]
+            views = [*map(ProofView.of, programs)]
+            found += views
+            view = views[-1]
+            if not as_json:
+                print_text("\n".join(map(str, views)))
         except CaptureError as error:
             if chosen.islands == "refuse":
                 raise
@@ -95,9 +98,9 @@ def verify(
                 accumulation, no_sync, same_batch, tolerance,
             )  # fmt: skip
             found.append(run_trial(settings))
+            if not as_json:
+                print_text(str(found[-1]))
     if as_json:
         typer.echo(json.dumps([view.to_dict() for view in found], indent=1))
-    else:
-        print_text("\n".join(map(str, found)))
     if not all(getattr(view, "is_equal", True) for view in found):
         raise typer.Exit(1)

@@ -296,7 +296,8 @@ class _Recorder:
         if step.program is not program:
             return None
         graphs = step.own()
-        if any(s.name not in found.held for s in steps if s.graph in graphs):
+        is_whole = BACKWARD in graphs or BACKWARD not in program.graphs
+        if not is_whole or any(s.name not in found.held for s in steps if s.graph in graphs):
             log.warning("record: the step whose memory was measured did not run to its end.")
             return None
         return found

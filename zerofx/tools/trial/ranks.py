@@ -195,8 +195,7 @@ def main(argv: list[str]) -> int:
         found = run(settings)
     except ZerofxError as error:
         if rank == 0:
-            text = f"{type(error).__name__}: {error}"
-            report.write_text(json.dumps({"error": text}), encoding="utf-8")
+            report.write_text(json.dumps({"error": str(error)}), encoding="utf-8")
         raise
     if rank == 0:
         report.write_text(json.dumps(found.to_dict()), encoding="utf-8")
@@ -355,7 +354,8 @@ class _Rank:
         if self.world > 1 and any(info(n).is_random for graph in graphs for n in graph.nodes):
             raise TargetError(
                 f"verify --run: {self.target.name} draws random numbers. Each of {self.world} "
-                "ranks has a stream of its own. Set dropout to 0, or give --world 1."
+                "ranks has a stream of its own. Set dropout to 0, let build pass what forward "
+                "draws (noise, time steps) as arguments, or give --world 1."
             )
 
     def _call(self, number: int) -> Call:
