@@ -135,6 +135,8 @@ MODELS: dict[str, Callable[[nn.Module | None], Any]] = {
     "broad, twice the batch": _gpt(3, 256, 2 * BATCH),
     "broad, four blocks": _gpt(4, 256),  # one for each of four pipeline stages
     "gpt": _gpt(4, 96),
+    # Gradients are several times the activations.
+    "deep, one sample": _gpt(8, 256, 1),
     # Micro-batches save several times what blocks have of gradients.
     "gpt, large batch": _gpt(4, 96, 4 * BATCH),
     "convs": _convs,

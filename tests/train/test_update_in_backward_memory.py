@@ -15,23 +15,23 @@ LARGE = {"kernels": "aten", "bucket_bytes": 0, "persist_below": 1024}
 
 @pytest.mark.parametrize("stage", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_peak_is_lower_by_the_gradients(stage: int) -> None:
-    """Where it stood at the end of backward: each bucket's is freed before the next is stored."""
-    step = measure("gpt", {**LARGE, "stage": stage})
-    early = measure("gpt", {**LARGE, "stage": stage, "update": "in-backward"})
-    assert step.peak_bytes - early.peak_bytes > 0.99 * step.shard_bytes
+    """It is at the end of backward with all of them, and at its beginning with those of a block."""
+    step = measure("deep, one sample", {**LARGE, "stage": stage})
+    early = measure("deep, one sample", {**LARGE, "stage": stage, "update": "in-backward"})
+    assert step.peak_bytes - early.peak_bytes > 0.35 * step.shard_bytes
 
 
 @pytest.mark.parametrize("stage", [3, pytest.param(0, marks=pytest.mark.slow)])
 def test_the_lower_peak_is_predicted(pool: Pool, stage: int) -> None:
     plan = {**LARGE, "stage": stage}
     for step, early in zip(
-        pool.run(2, measure, "gpt", plan),
-        pool.run(2, measure, "gpt", {**plan, "update": "in-backward"}),
+        pool.run(2, measure, "deep, one sample", plan),
+        pool.run(2, measure, "deep, one sample", {**plan, "update": "in-backward"}),
         strict=True,
     ):
         saved = step.peak_bytes - early.peak_bytes
         expected = step.predicted_bytes - early.predicted_bytes
-        assert saved > 0.5 * step.shard_bytes
+        assert saved > 0.2 * step.shard_bytes
         assert abs(saved - expected) < 0.02 * step.peak_bytes
         assert abs(early.predicted_bytes / early.peak_bytes - 1) < 0.02
 
