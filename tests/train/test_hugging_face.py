@@ -206,6 +206,28 @@ def test_a_compiled_model_in_other_hands(tmp_path: Path) -> None:
         AcceleratorState._reset_state()
 
 
+class _OfSeveral:
+    """A compiled model as `prepare` sees it on one of several ranks."""
+
+    def __init__(self, model: Any, ranks: int) -> None:
+        self._zerofx = SimpleNamespace(
+            plan=model.zerofx.plan, world=SimpleNamespace(size=ranks), engine=model._engine
+        )
+
+
+@pytest.mark.parametrize(("ranks", "processes"), [(2, 1), (2, 2), (1, 1)])
+def test_ranks_that_accelerate_does_not_know_are_named(
+    ranks: int, processes: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from zerofx.integrations import accelerate as sharded
+
+    monkeypatch.setattr(sharded, "CompiledModule", _OfSeveral)
+    model: Any = _OfSeveral(zerofx.compile(nn.Linear(2, 2), ATEN), ranks)
+    found = sharded.prepare(accelerator(num_processes=processes), model)
+    assert found is model
+    assert ("make Accelerator(cpu=True)" in caplog.text) == (ranks != processes)
+
+
 def test_versions_are_checked() -> None:
     from zerofx.integrations.accelerate import check_version
 
