@@ -25,6 +25,7 @@ sys.exit({status})
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an empty checkout in which runs are measured."""
     (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()  # else the installed package comes first
     for name, place in (("ROOT", ""), ("RESULTS", ""), ("BUILD", "build")):
         monkeypatch.setattr(runs, name, tmp_path / place)
     monkeypatch.setattr(runs, "CURRENT", tmp_path / "current.json")
