@@ -119,8 +119,8 @@ def _colourings(buffers: Sequence[_Buffer]) -> Iterator[list[_Slot]]:
     The largest choose first, so that none occupies a slot that a larger one needs at that time; in
     two orders those of forward come before those of backward. Among equal ones, the earliest or
     (there) the latest of backward chooses first, and gets a slot that is kept. Under each, every
-    further layer adds the same bytes to the peak, as a search supposes. Where sizes come first and
-    the latest chooses first, it does not, and this order is the lowest one nowhere else.
+    further layer adds the same bytes to the peak, as a search supposes. The fourth order, in which
+    sizes come first and then the latest of backward, does not keep to that, and is left out.
     """
     for is_of_size, sign in ((True, 1), (False, 1), (False, -1)):
         yield _coloured(
