@@ -217,6 +217,14 @@ def _predicted() -> Iterator[Claim]:
         label = OVER.get(axis, axis)
         yield Claim(MEASURED, section, f"| {label} |", figures, AXES)
 
+    def close(ranks: int, ratio: str) -> int:
+        ratios = [cell[ratio] for cell in rows(AXES) if cell["world"] == ranks]
+        return sum(abs(found - 1) <= PROMISED for found in ratios)
+
+    on_2_ranks = [close(2, ratio) for ratio in ("ratio", "paced", "cpu_ratio")]
+    figures = numbers("{}", *on_2_ranks, 4, close(4, "cpu_paced"), *orders(rows(AXES)))
+    yield Claim(MEASURED, section, "Of the 16 cells on 2 ranks, within 15 %:", figures, AXES)
+
 
 def _budgets() -> Iterator[Claim]:
     for run in rows(BUDGET):

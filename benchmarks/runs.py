@@ -49,10 +49,6 @@ class Run:
     limit_s: int = 600
     packages: tuple[str, ...] = ()
 
-    @property
-    def command(self) -> str:
-        return f"python -m benchmarks.{self.arguments}"
-
 
 ALL = "eager,again,eager kept heap,aten,auto,inductor,torch.compile"
 RUNS = (

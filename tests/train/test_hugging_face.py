@@ -210,9 +210,7 @@ class _OfSeveral:
     """A compiled model as `prepare` sees it on one of several ranks."""
 
     def __init__(self, model: Any, ranks: int) -> None:
-        self._zerofx = SimpleNamespace(
-            plan=model.zerofx.plan, world=SimpleNamespace(size=ranks), engine=model._engine
-        )
+        self._zerofx = SimpleNamespace(plan=model.zerofx.plan, world=SimpleNamespace(size=ranks))
 
 
 @pytest.mark.parametrize(("ranks", "processes"), [(2, 1), (2, 2), (1, 1)])

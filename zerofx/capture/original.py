@@ -165,6 +165,7 @@ class NormedWeight:
             if isinstance(each, cls):
                 each._refuse()
             given += each if isinstance(each, (list, tuple)) else ()
+        return NotImplemented  # torch raises
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise ShardError(
