@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 JOB = """
-import json, resource, sys, torch, zerofx
+import json, resource, statistics, sys, torch, zerofx
 from torch import nn
 from zerofx.process import keep_heap
 torch.manual_seed(0)
@@ -31,11 +31,14 @@ def step():
     optimizer.zero_grad()
 for _ in range(12):
     step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(5):
+faults = []
+for _ in range(9):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     step()
-faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-print(json.dumps({"faults": faults / 5, "asked": asked, "kept": asked and keep_heap()}))
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+# the median: a host short of memory takes pages away for a while, and steps fault them in again
+faults = statistics.median(faults)
+print(json.dumps({"faults": faults, "asked": asked, "kept": asked and keep_heap()}))
 """
 PLAN = {"stage": 0, "kernels": "aten"}
 OURS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
