@@ -246,6 +246,9 @@ def test_what_no_call_needs_any_more_is_not_compiled(monkeypatch: pytest.MonkeyP
     wanted = [name for name in begun if name not in dropped]
     assert dropped == begun[: len(dropped)] and len(wanted) == len(dropped) > 0
     assert [str(path) for path, job in own._jobs.items() if not job.end] == wanted
+    for job in own._jobs.values():  # their lines of progress end
+        for waits in list(job.batches):
+            own.drop(waits)
     # The foreman itself would take this process's standard output.
     waiting = foreman.Foreman.__new__(foreman.Foreman)
     waiting._waiting, waiting._text = deque(), b""
