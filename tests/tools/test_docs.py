@@ -177,7 +177,7 @@ def test_gradient_penalties_of_the_page_on_ddp(way: int, monkeypatch: pytest.Mon
             return self.model(x)
 
     wanted, (real, fake) = Scores(), torch.randn(2, 5, 4)
-    monkeypatch.setattr(torch, "rand", lambda *sizes: torch.full(sizes, 0.25))
+    monkeypatch.setattr(torch, "rand", lambda *sizes, **_: torch.full(sizes, 0.25))
     alpha = torch.rand(5, 1)
     mix = (alpha * real + (1 - alpha) * fake).requires_grad_()
     (slope,) = torch.autograd.grad(wanted(mix).sum(), mix, create_graph=True)
