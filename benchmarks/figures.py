@@ -135,6 +135,7 @@ def claims() -> Iterator[Claim]:
     yield from _predicted()
     yield from _budgets()
     yield from _offload()
+    yield from _overlap()
     yield from _start_up()
     yield from _links()
     yield from _others()
@@ -144,8 +145,8 @@ def _memory() -> Iterator[Claim]:
     ratios = []
     for size in ("4x128", "8x384", "4x1024"):
         mine = row(MEMORY, size=size, system="zerofx-3")
-        mib = (row(MEMORY, size=size, system="fsdp2")["measured_mib"], mine["predicted_mib"])
-        figures = numbers("{:.1f}", *mib, mine["measured_mib"])
+        lowest = row(MEMORY, size=size, system="fsdp2")["low_bytes"] / 2**20  # as in the ratio
+        figures = numbers("{:.1f}", lowest, mine["predicted_mib"], mine["measured_mib"])
         ratios.append(f"{mine['ratio']:.2f}")
         yield Claim(MEASURED, "Memory", f"| {SIZES[size]} |", (*figures, ratios[-1]), MEMORY)
     begin = "| peak memory, stage 3, 4 x 128; 8 x 384; 4 x 1024 |"
@@ -259,6 +260,41 @@ def _offload() -> Iterator[Claim]:
     figures = tuple(ratios[s][0] for s in ("zerofx-3-host", "fsdp2-offload", "deepspeed-offload"))
     begin = "| step time with parameters and states on the host, 4 x 128 |"
     yield Claim(README, "How fast", begin, (*figures, "1"), OFFLOAD)
+    (larger,) = rows(LARGER)
+    mib = [larger[f"{name}_mib"] for name in ("states", "limit", "peak", "predicted")]
+    begin = "A GPT of 48 x 768 whose parameters, gradients and states are"
+    yield Claim(MEASURED, "Offload", begin, numbers("{:,.0f}", *mib), LARGER)
+
+
+def _overlap() -> Iterator[Claim]:
+    for tier, label in (("cpu", "the states on the host"), ("nvme", "the states on NVMe")):
+        figures = numbers("{:.2f}", *(r["ratio"] for r in rows(OVERLAP[tier])))
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, OVERLAP[tier])
+    more: tuple[str, ...] = ()
+    for run in OVERLAP.values():
+        longer = [r["step_ms"] - r["compute_ms"] for r in rows(run)]
+        more += numbers("{:.0f}", min(longer), max(longer))
+    yield Claim(MEASURED, "Offload", "A step takes longer than its compute by", more, run)
+    host, disk = (rows(run)[0] for run in FORESEEN.values())
+    for label, of in (("step", ""), ("compute", "compute_")):
+        names = (f"predicted_{of}ms", f"recorded_{of}ms")
+        figures = numbers("{:,.0f}", *(r[name] for r in (host, disk) for name in names))
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, FORESEEN["nvme"])
+    for label, form, shown, lanes in (
+        ("to the host; from it", "{:.1f}", (host, disk), ("to host", "from host")),
+        ("from NVMe; to it", "{:.0f}", (disk,), ("from nvme", "to nvme")),
+        ("host update", "{:.1f}", (host, disk), ("host update",)),
+    ):
+        found = [r["predicted_lanes_ms"][lane] for r in shown for lane in lanes]
+        figures = numbers(form, *found)
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, FORESEEN["nvme"])
+    apart = [r for run in OVERLAP.values() for r in rows(run)]
+    figures = ()
+    for lane in ("transfer_ms", "update_ms", "disk_ms"):
+        found = [r[lane] for r in apart if r[lane]]
+        figures += numbers("{:.0f}", min(found), max(found))
+    begin = "Measured separately, as above, copies take"
+    yield Claim(MEASURED, "Offload", begin, figures, OVERLAP["nvme"])
 
 
 def _start_up() -> Iterator[Claim]:
@@ -299,6 +335,10 @@ def _links() -> Iterator[Claim]:
                 of_both = [r[key] for r in rates for key in ("predicted_ms", "step_ms")]
                 figures = numbers("{:.0f}", *of_both)
                 yield Claim(SLOW, "Predicted", f"| {FORMS[system]} |", figures, run)
+    peers = [row(run, rate=rate, system="fsdp2")["step_ms"] for run in (LINKS, NODE_LINKS)
+             for rate in ("100mbit", "1gbit")]  # fmt: skip
+    begin = "Step times of the same runs, as ratios of FSDP2's"
+    yield Claim(SLOW, "Step times", begin, numbers("{:.0f}", *peers), NODE_LINKS)
     ratios = [r["ratio"] for r in rows(LOSSES)[1:]]
     begin = "After 300 steps, the mean of the last 20 losses"
     yield Claim(SLOW, "Step times", begin, numbers("{:.4f}", *ratios), LOSSES)
@@ -326,7 +366,8 @@ def _others() -> Iterator[Claim]:
         found = [r for r in rows(ROWS) if r["stage"] == stage]
         figures = numbers("{:.1f}", found[0]["whole_mib"], *(r["rows_mib"] for r in found))
         figures += numbers("{:.2f}", *(r["ratio"] for r in found))
-        yield Claim(MEASURED, "Gradients by rows", f"| {stage} |", figures, ROWS)
+        begin = f"| {stage} | 1,024; 8,192; 65,536 |"
+        yield Claim(MEASURED, "Gradients by rows", begin, figures, ROWS)
     for axis, label in OVER.items():
         source = DEEPSPEED if axis == "deepspeed" else PARALLEL
         source = ON_4_RANKS if axis.endswith("-data") else source
