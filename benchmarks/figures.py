@@ -24,7 +24,7 @@ from benchmarks.runs import file_of
 
 ROOT = RESULTS.parents[1]
 README, MEASURED, SLOW = "README.md", "docs/measured.md", "docs/slow-networks.md"
-NUMBER = re.compile(r"(?<![A-Za-z\d])\d[\d,]*(?:\.\d+)?")  # not those of FSDP2 and bf16
+NUMBER = re.compile(r"(?<![A-Za-z\d])\d+(?:,\d{3})*(?:\.\d+)?")  # not those of FSDP2 and bf16
 SIZES = {"4x32": "4 x 32", "4x128": "4 x 128", "8x384": "8 x 384", "4x1024": "4 x 1024"}
 STEP_TIME, PRECISION = file_of("step time"), file_of("precision of steps")
 MEMORY, MATRIX = file_of("memory"), file_of("memory matrix")
@@ -34,7 +34,10 @@ ONE_PROCESS = file_of("one process")
 PREDICTED = {"Inductor": file_of("predicted"), "ATen": file_of("predicted, aten")}
 AXES = file_of("predicted, axes")
 OVERLAP = {"cpu": file_of("overlap"), "nvme": file_of("overlap, nvme")}
-FORESEEN = {"cpu": file_of("overlap, predicted"), "nvme": file_of("overlap, nvme predicted")}
+OVERLAP_PREDICTED = {
+    "cpu": file_of("overlap, predicted"),
+    "nvme": file_of("overlap, nvme predicted"),
+}
 LARGER, BIG_TILES = file_of("larger than memory"), file_of("large tiles")
 ISLANDS, MORE_ISLANDS = file_of("islands"), file_of("islands, libraries")
 LENGTHS = {"ATen": file_of("lengths, aten"), "Inductor": file_of("lengths")}
@@ -275,11 +278,11 @@ def _overlap() -> Iterator[Claim]:
         longer = [r["step_ms"] - r["compute_ms"] for r in rows(run)]
         more += numbers("{:.0f}", min(longer), max(longer))
     yield Claim(MEASURED, "Offload", "A step takes longer than its compute by", more, run)
-    host, disk = (rows(run)[0] for run in FORESEEN.values())
+    host, disk = (rows(run)[0] for run in OVERLAP_PREDICTED.values())
     for label, of in (("step", ""), ("compute", "compute_")):
         names = (f"predicted_{of}ms", f"recorded_{of}ms")
         figures = numbers("{:,.0f}", *(r[name] for r in (host, disk) for name in names))
-        yield Claim(MEASURED, "Offload", f"| {label} |", figures, FORESEEN["nvme"])
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, OVERLAP_PREDICTED["nvme"])
     for label, form, shown, lanes in (
         ("to the host; from it", "{:.1f}", (host, disk), ("to host", "from host")),
         ("from NVMe; to it", "{:.0f}", (disk,), ("from nvme", "to nvme")),
@@ -287,7 +290,7 @@ def _overlap() -> Iterator[Claim]:
     ):
         found = [r["predicted_lanes_ms"][lane] for r in shown for lane in lanes]
         figures = numbers(form, *found)
-        yield Claim(MEASURED, "Offload", f"| {label} |", figures, FORESEEN["nvme"])
+        yield Claim(MEASURED, "Offload", f"| {label} |", figures, OVERLAP_PREDICTED["nvme"])
     apart = [r for run in OVERLAP.values() for r in rows(run)]
     figures = ()
     for lane in ("transfer_ms", "update_ms", "disk_ms"):

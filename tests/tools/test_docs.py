@@ -396,11 +396,11 @@ def test_figures_are_entered_where_as_many_are_shown(
 ) -> None:
     monkeypatch.setattr(figures, "ROOT", tmp_path)
     page = tmp_path / "page.md"
-    page.write_text("## Other\n| 4 x 32 | 1.0, 2 |\n\n## Here\n| 4 x 32 | 1.0, 2 |\n| 8 | 3 |\n")
+    page.write_text("## Other\n| 4 x 32 | 1, 2 |\n\n## Here\n| 4 x 32 | 1, 2 |\n| 8 | 3 |\n")
     claim = Claim("page.md", "Here", "| 4 x 32 |", ("0.51", "1,024.5"), "a file")
     assert "0.51, 1,024.5" in claim.fault()
     claim.write()
-    expected = "## Other\n| 4 x 32 | 1.0, 2 |\n\n## Here\n| 4 x 32 | 0.51, 1,024.5 |\n| 8 | 3 |\n"
+    expected = "## Other\n| 4 x 32 | 1, 2 |\n\n## Here\n| 4 x 32 | 0.51, 1,024.5 |\n| 8 | 3 |\n"
     assert page.read_text() == expected and not claim.fault()
     more = dataclasses.replace(claim, figures=("0.51", "7", "8"))
     more.write()
