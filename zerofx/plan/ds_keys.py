@@ -165,7 +165,9 @@ KEYS: dict[str, KeyRule] = {
         "refused", "bf16.enabled or fp16.enabled sets it. Remove it", _dtype
     ),
     "data_types.buffer_dtype": KeyRule("refused", "buffers keep their formats. Remove it", _dtype),
-    "seq_parallel_communication_data_type": KeyRule("ignored", "there is no sequence axis"),
+    "seq_parallel_communication_data_type": KeyRule(
+        "ignored", "a plan that is read from a ds_config divides no sequences"
+    ),
     "prescale_gradients": KeyRule("ignored", "the same mean, up to rounding", _switch),
     "gradient_predivide_factor": KeyRule("ignored", "the same mean, up to rounding", _number(0)),
     "gradient_allreduce_op": KeyRule(
@@ -321,7 +323,7 @@ KEYS: dict[str, KeyRule] = {
         "translated", 'offload.activations="cpu"', _switch
     ),
     "activation_checkpointing.partition_activations": KeyRule(
-        "ignored", "it splits activations over model-parallel ranks, and there are none", _switch
+        "ignored", "each rank of an mpu's group saves its own activations, uncut", _switch
     ),
     **{
         f"activation_checkpointing.{name}": KeyRule(
@@ -382,7 +384,9 @@ KEYS: dict[str, KeyRule] = {
     "use_data_before_expert_parallelism": KeyRule(
         "ignored", 'experts are cut over the tensor axis: Plan(parallel={"tensor": 2})'
     ),
-    "data_parallel_size": KeyRule("ignored", "all ranks are data-parallel"),
+    "data_parallel_size": KeyRule(
+        "ignored", "all ranks are data-parallel, or those of the mpu's data group"
+    ),
     "sequence_parallel_size": KeyRule(
         "refused",
         'Plan(parallel={"context": 2}) of zerofx.compile divides sequences. Set it to 1',

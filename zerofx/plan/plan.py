@@ -112,7 +112,8 @@ class Plan:
     dynamic: "auto": once a dimension of the arguments has had two values, programs compiled from
         then on leave it free, and one program serves all its values. A dimension declared with its
         largest size is free from the first call: {"ids.shape[1]": 512}. "off": one program per
-        input signature, as always with cuda_graph=True, numerics="fast" or activations on NVMe.
+        input signature, as always with cuda_graph=True, numerics="fast", activations on NVMe, or
+        axes in `parallel` (unless the model brings its own slices).
     islands: "auto": a forward that cannot be captured as a static graph runs eagerly, its
         parameters gathered around it, while the modules that it calls have programs of their own.
         "refuse": raise a CaptureError instead. A list of module name patterns ("" is the model
@@ -314,8 +315,8 @@ class Plan:
     ) -> Plan:
         """Build the plan that corresponds to a DeepSpeed configuration, given as a path or mapping.
 
-        Warns of unknown keys, and of ignored keys that matter. For the verdict on every key, use
-        `print(zerofx.plan.ds_config.read_ds_config(source))` or `zerofx plan-for --from`.
+        Warns of unknown keys, and of ignored keys that matter. For the verdict on every key, print
+        `read_ds_config(source)` of zerofx.plan.ds_config, or run `zerofx plan-for --from`.
 
         auto: the source of "auto" values: transformers' TrainingArguments, or a mapping with the
             same names.

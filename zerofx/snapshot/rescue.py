@@ -146,8 +146,8 @@ class _OwnPart(Job):
         self.check_model()
         if self.store.ledger.is_delayed:
             raise ArgumentError(
-                'zerofx.Rescue cannot save a model whose plan has update="delayed": its updates '
-                "end during the next step. Use zerofx.save(background=True)."
+                "zerofx.Rescue cannot save a model whose plan has offload.delayed=True: its "
+                "updates end during the next step. Use zerofx.save(background=True)."
             )
         for each in self.optimizers.values():
             if needs_whole(each):

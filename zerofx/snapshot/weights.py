@@ -278,7 +278,7 @@ class Fill(_Files):
         ]
         hint = ""
         if self._strict and (self.keys.missing_keys or self.keys.unexpected_keys):
-            hint = " strict=False ignores such names."
+            hint = " zerofx.load_weights(..., strict=False) ignores such names."
             differ += [f"{name} is only in the model" for name in self.keys.missing_keys]
             differ += [f"{name} is only in the files" for name in self.keys.unexpected_keys]
         if differ:
